@@ -36,6 +36,9 @@ def main(arguments: list[str] | None = None) -> int:
             return _answer(given)
         finally:
             sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("holdfast: stopped.", file=sys.stderr)
+        return 130
     except BrokenPipeError:  # the reader of the output closed it, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141

@@ -9,7 +9,8 @@ import copy
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,25 @@ def require_enough_weights(folder: object, count: int, stored: int) -> None:
         )
 
 
+def build_or_refuse(build: Callable[[], Any], kind: str) -> Any:
+    """Return the model that `build` returns; raise a ValueError of one line if its config has sizes that no model has.
+
+    kind    what the model is, in the error: "llama"
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Initializing zero-element tensors")  # these raise an error below
+            model = build()
+    except Exception as problem:  # inconsistent sizes raise any kind of exception, anywhere in the constructor
+        raise ValueError(
+            f"no {kind} can have this config: {' '.join(str(problem).split()) or type(problem).__name__}"
+        ) from None
+    for name, parameter in model.named_parameters():
+        if not parameter.numel():
+            raise ValueError(f"{name} would be {' x '.join(map(str, parameter.shape))}; no size may be 0.")
+    return model
+
+
 def meta_parameter_count(kind: Any, config: Any) -> int | None:
     """Return the size of a model built on `meta`; None if it cannot be built: the loader reports why."""
     from transformers.initialization import no_init_weights
@@ -151,6 +171,13 @@ def memory_of_machine() -> int | None:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, OSError, ValueError):
         return None
+
+
+def memory_for_training() -> int | None:
+    """Return the bytes of memory of the GPU, or of this machine if it has no GPU; None if that is not known."""
+    if torch.cuda.is_available():
+        return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+    return memory_of_machine()
 
 
 def in_gib(size: int) -> str:

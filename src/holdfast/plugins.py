@@ -26,10 +26,15 @@ from types import ModuleType
 from typing import Any, Generic, Protocol, TypeVar
 
 from holdfast.errors import unknown_name
+from holdfast.files import read_bytes
 
 say = logging.getLogger("holdfast")
 GROUPS = ("holdfast.plugins", "holdfast.routers")
 SHOWN = 12  # characters of a checksum in messages and module names
+PLUGIN_ERRORS = (
+    Exception,
+    SystemExit,
+)  # code of a plugin may raise anything, and must not end a command as if it had worked
 
 
 class Named(Protocol):
@@ -139,9 +144,11 @@ def load_plugin(path: str | os.PathLike[str], *, checksum: str | None = None) ->
     """
     file = Path(path).absolute()
     try:
-        source = file.read_bytes()
+        source = read_bytes(file)
     except OSError as problem:
         raise ValueError(f"the plugin {path} cannot be read ({problem.strerror or problem}).") from None
+    except ValueError as problem:  # a pipe or a device, which never ends
+        raise ValueError(f"the plugin {path} cannot be read: {problem}") from None
     found = hashlib.sha256(source).hexdigest()
     if checksum not in (None, found):
         raise ValueError(f"the plugin {path} has changed since this command started; start it again.")
@@ -157,7 +164,7 @@ def load_plugin(path: str | os.PathLike[str], *, checksum: str | None = None) ->
 
     try:
         provides = _registered_by(run)
-    except Exception as problem:  # the file may raise anything
+    except PLUGIN_ERRORS as problem:
         del sys.modules[module.__name__]
         line = _line_of(problem, file)
         where = "" if line is None else f" at line {line}"
@@ -267,7 +274,7 @@ def _registered_by(run: Callable[[], Any]) -> dict[str, tuple[str, ...]]:
     before = [set(registry.names()) for registry in _registries]
     try:
         run()
-    except Exception:
+    except BaseException:
         for registry, known in zip(_registries, before, strict=True):
             for name in set(registry.names()) - known:
                 registry.remove(name)
@@ -287,7 +294,7 @@ def _load_installed() -> None:
         package = entry.name if entry.dist is None else f"{entry.dist.name} {entry.dist.version}"
         try:
             provides = _registered_by(entry.load)
-        except Exception as problem:  # a package may raise anything
+        except PLUGIN_ERRORS as problem:
             say.warning("the plugin %s could not be loaded: %s", package, problem)
         else:
             _plugins.append(Plugin(package, provides, package=_package_place(entry.module)))

@@ -1,7 +1,9 @@
 """The command itself: names it does not know, and readers who have had enough."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from commands import Command
@@ -77,3 +79,19 @@ def test_a_closed_pipe_is_no_traceback(argument: str, code: int) -> None:
     said = run.stderr.read()
     run.stderr.close()
     assert run.wait() == code and said == ""
+
+
+def test_ctrl_c_during_the_imports_is_no_traceback(tmp_path: Path) -> None:
+    """A package that every command imports interrupts the process itself."""
+    (tmp_path / "tyro.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    code = "import sys, holdfast_command; sys.exit(holdfast_command.main(['routers']))"
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    assert (run.returncode, run.stderr.splitlines()[-1:], "Traceback" in run.stderr) == (130, ["holdfast: stopped."], False)
+
+
+@pytest.mark.parametrize("arguments", [["train", "tiny"], ["audit", "folder"], ["routers"]], ids=" ".join)
+def test_a_seed_that_no_generator_takes_is_refused_by_its_name(arguments: list[str], command: Command) -> None:
+    done = command(*arguments, f"--seed={2**70}")
+    assert (done.returncode, done.stderr) == (2, f"holdfast: --seed is {2**70}; give a whole number from 0 to 2^32 - 1.\n")

@@ -56,6 +56,8 @@ def test_a_folder_with_nothing_but_a_config(command: Command, tmp_path: Path) ->
         (["llama", "--experts", "4", "--routers", "smo"], "'smoe'"),
         (["llama", "--experts", "4", "--routers", "native"], "native"),
         (["llama", "--experts", "4", "--routers", ","], "at least one"),
+        (["llama", "--experts", "4", "--routers", "smoe,ac@1,3,smoe"], "--routers has 'smoe' twice"),
+        (["llama", "--experts", "4", "--hidden", "0"], "hidden is 0"),
         (["llama", "--experts", "4", "--set", "num_hidden_layers=0"], "feed-forward"),
         (["llama", "--experts", "4", "--set", "num_hiden_layers=3"], "'num_hidden_layers'"),
         (["llama", "--experts", "4", "--set", "hidden_size=33"], "attention heads"),

@@ -1,6 +1,7 @@
 """Routers of the user's own, from a file that the command line names or from an installed package."""
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from importlib.metadata import Distribution, EntryPoint
@@ -79,13 +80,14 @@ def test_a_plugin_joins_the_grammar_with_its_options(plugin: Path) -> None:
         ("x = 1\n1 / 0", "own.py failed at line 2: ZeroDivisionError"),
         ("def", "own.py failed at line 1: SyntaxError"),
         (PLUGIN + "raise KeyError('late')", "own.py failed at line 10: KeyError"),
+        (PLUGIN + "raise SystemExit(0)", "own.py failed at line 10: SystemExit: 0"),
         ("", "own.py registers nothing"),
         (
             PLUGIN.replace('"doubled"', '"smooth"'),
             "own.py failed at line 5: ValueError: there is already a router named 'smooth'",
         ),
     ],
-    ids=["raises", "is no Python", "raises late", "registers nothing", "clashes"],
+    ids=["raises", "is no Python", "raises late", "exits", "registers nothing", "clashes"],
 )
 def test_a_plugin_that_does_not_work_is_one_sentence_and_leaves_nothing(text: str, sentence: str, plugin: Path) -> None:
     plugin.write_text(text)
@@ -98,9 +100,21 @@ def test_a_plugin_that_does_not_work_is_one_sentence_and_leaves_nothing(text: st
 def test_a_plugin_that_is_not_there_or_has_changed_is_refused(plugin: Path) -> None:
     with pytest.raises(ValueError, match=r"nowhere.py cannot be read"):
         load_plugin(plugin.with_name("nowhere.py"))
+    os.mkfifo(plugin.with_name("pipe.py"))
+    for endless, kind in ((plugin.with_name("pipe.py"), "a named pipe"), (Path("/dev/zero"), "a device")):
+        with pytest.raises(ValueError, match=f"{endless.name} cannot be read: .* is {kind}"):
+            load_plugin(endless)
     with pytest.raises(ValueError, match="has changed"):
         load_plugin(plugin, checksum="0" * 64)
     assert "doubled" not in REGISTRY.names()
+
+
+def test_a_plugin_that_exits_while_it_is_used_does_not_end_a_command_as_if_it_had_worked(
+    plugin: Path, command: Command
+) -> None:
+    plugin.write_text(PLUGIN.replace("self.times = times", "raise SystemExit(0)"))
+    done = command("plan", "llama", "--experts", "4", "--routers", "doubled", "--plugin", str(plugin))
+    assert (done.returncode, done.stderr) == (2, "holdfast: the plugin own.py failed at line 9: SystemExit: 0\n")
 
 
 def test_an_unknown_router_is_told_the_nearest_and_of_plugins(command: Command) -> None:

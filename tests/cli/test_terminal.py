@@ -32,6 +32,19 @@ def test_a_bar_counts_the_inputs_of_a_model_and_leaves_it_alone(monkeypatch: pyt
     assert not model._forward_pre_hooks
 
 
+def test_without_a_terminal_each_phase_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """The bar would be drawn at its end only: a log would be empty until then."""
+    seen = []
+    with common.bar(4) as tell:
+        for step in range(3):
+            tell(step, "smoe, seed 0: train", f"step {step} of 2")
+            seen.append(capsys.readouterr().err)
+        tell(3, "smoe, seed 0: evaluate and attack")
+        seen.append(capsys.readouterr().err)
+    assert [bool(line) for line in seen] == [True, False, False, True]
+    assert seen[0].endswith(" smoe, seed 0: train\n") and seen[3].endswith(" smoe, seed 0: evaluate and attack\n")
+
+
 @pytest.mark.parametrize("columns", [None, "80", "20"])
 def test_a_table_keeps_every_number_and_its_last_column(
     columns: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

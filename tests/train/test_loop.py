@@ -166,3 +166,14 @@ def test_a_held_out_loss_of_nan_is_never_the_best(
     _, log = trained(task, "smoe", tmp_path)
     assert [line["step"] for line in log if "eval_loss" in line] == [2, 4, 6, 7]  # the last step is evaluated, too
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-4"]
+
+
+@pytest.mark.parametrize("trainer", [False, True], ids=["loop", "Trainer"])
+def test_a_run_that_diverges_in_its_last_step_fails_and_stores_no_checkpoint(
+    trainer: bool, tiny: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    """A learning rate this large overflows float32 in one update, after which no forward follows."""
+    task = make_task(tiny({"training.steps": 1, "training.warmup": 0, "training.learning_rate": 1e39}))
+    with pytest.raises(ValueError, match=r"is NaN or infinite after step 1: .* training\.learning_rate"):
+        trained(task, "smoe", tmp_path, trainer=trainer)
+    assert list(tmp_path.glob("checkpoint-*")) == []

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -82,6 +83,78 @@ def test_a_single_run_is_tested_in_the_same_way(tiny: Callable[..., Recipe], tmp
     with pytest.raises(ValueError, match=r"router 'smoe\[k=99\]' cannot be trained with this recipe: k is 99"):
         SingleRun(tiny(), parse_router("smoe[k=99]"), 0, tmp_path / "run").run()
     assert list(tmp_path.iterdir()) == []
+
+
+GPT2 = {"n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 16}
+HOPELESS: dict[str, tuple[dict[str, Any], str]] = {  # changes of a recipe of texts, and the start of the sentence
+    "not divisible": ({"model.config.hidden_size": 63}, r"model\.config\.hidden_size is 63: no llama .* heads \(4\)"),
+    "width 0": ({"model.config.hidden_size": 0}, r"model\.config\.hidden_size is 0: no llama"),
+    "negative width": ({"model.config.hidden_size": -4}, r"model\.config\.hidden_size is -4: no llama"),
+    "text as width": ({"model.config.hidden_size": "1e9"}, r"model\.config\.hidden_size is '1e9': no llama .* expected int"),
+    "enormous width": ({"model.config.hidden_size": 10**9}, r".* GiB; .* \(.* model\.config\.hidden_size=1,000,000,000\)"),
+    "no heads": ({"model.config.num_attention_heads": 0}, r"model\.config\.num_attention_heads is 0: no llama"),
+    "empty network": ({"model.config.intermediate_size": 0}, r"model\.config\.intermediate_size is 0: .* would be 0 x 32"),
+    "gpt2, no heads": (
+        {"model.family": "gpt2", "model.config": {**GPT2, "n_head": 0}},
+        r"model\.config\.n_head is 0: no gpt2",
+    ),
+    "gpt2, not divisible": (
+        {"model.family": "gpt2", "model.config": {**GPT2, "n_embd": 63}},
+        r"model\.config\.n_embd is 63: no gpt2",
+    ),
+    "wide experts": ({"sparse.hidden": 10**9}, r".* GiB; .* \(.* sparse\.hidden=1,000,000,000\)"),
+    "large batch": ({"training.batch": 10**9}, r".* GiB; .* \(.* training\.batch=1,000,000,000\)"),
+    "20 digits": ({"training.steps": 10**19}, r".*training\.steps is 10+, not a whole number from 1 to 10\^12"),
+    "too many examples": ({"training.steps": 10**12, "training.accumulate": 10**12}, r"training\.steps .* 2\^63 examples"),
+}
+
+
+@pytest.mark.parametrize("case", HOPELESS)
+def test_a_recipe_that_no_model_can_have_is_one_sentence_with_its_key(
+    case: str, tiny: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    changes, sentence = HOPELESS[case]
+    with pytest.raises(ValueError, match=f"^{sentence}") as caught:
+        SingleRun(tiny(changes), parse_router("smoe"), 0, tmp_path / "run").run()
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"model.config.num_key_value_heads": 3}, r"model\.config\.num_key_value_heads is 3: the model cannot run"),
+        ({"model.config.vocab_size": 10}, r"model\.config\.vocab_size is 10: the model cannot run"),
+    ],
+)
+def test_a_config_that_only_a_forward_refutes_is_one_sentence_with_its_key(
+    changes: dict[str, Any], sentence: str, tiny: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    small = {"num_hidden_layers": 1, "intermediate_size": 32, "hidden_size": 32}  # what is left out takes the family's value
+    with pytest.raises(ValueError, match=sentence):
+        SingleRun(tiny({"model.config": small, **changes}), parse_router("smoe"), 0, tmp_path / "run").run()
+
+
+def test_a_mistake_that_is_not_in_the_config_keeps_its_traceback(
+    tiny: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("a mistake of ours")
+
+    monkeypatch.setattr("holdfast.train.training.train_in_loop", fail)
+    with pytest.raises(RuntimeError, match="a mistake of ours"):
+        SingleRun(tiny(), parse_router("smoe"), 0, tmp_path / "run").run()
+
+
+def test_memory_that_runs_out_is_one_sentence(
+    tiny: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        return torch.empty(2**60)
+
+    monkeypatch.setattr("holdfast.train.training.train_in_loop", fail)
+    with pytest.raises(ValueError, match=r"memory ran out in training, with training\.batch=4"):
+        SingleRun(tiny(), parse_router("smoe"), 0, tmp_path / "run").run()
 
 
 def test_an_input_that_the_task_does_not_have_is_found_without_a_forward(

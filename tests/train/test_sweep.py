@@ -54,7 +54,7 @@ def test_settings_are_every_combination_with_the_values_of_the_recipe(tiny: Tiny
         ("sparse=1", "it is a section"),
         ("model.config=1", "it is a section"),
         ("model.config.hiden_size=1", "unknown entry 'hiden_size': did you mean 'hidden_size'?"),
-        ("sparse.k=0", "sparse.k is 0, not a whole number above 0"),
+        ("sparse.k=0", "sparse.k is 0, not a whole number from 1 to 10"),
         ("sparse.k=1,9", "the sweep cannot have sparse.k=9: k is 9; it must be between 1 and the number of experts, 8"),
         ("sparse.k=4,8 sparse.experts=4,8", "the sweep cannot have sparse.k=8, sparse.experts=4"),
         ("sparse.k=2,2", "the sweep has sparse.k=2 twice"),

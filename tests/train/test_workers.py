@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,34 @@ def test_workers_end_with_a_command_that_is_killed(tmp_path: Path) -> None:
     while Path(f"/proc/{worker}").exists() and time.monotonic() < until:
         time.sleep(0.1)
     assert not Path(f"/proc/{worker}").exists() or "Z" in Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2]
+
+
+@pytest.mark.slow
+def test_an_interrupted_comparison_ends_its_workers_at_once(
+    tiny: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would wait for the cells otherwise: these workers sleep for an hour. Ctrl-C itself never reaches them."""
+    monkeypatch.setenv("NOTES_OF_A_WORKER", str(tmp_path / "notes"))
+    monkeypatch.setattr("holdfast.train.comparison._train_in_worker", note_and_sleep)
+
+    def interrupt(*_: Any) -> None:
+        if (tmp_path / "notes").exists():
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("holdfast.train.comparison._report_progress", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        Comparison(tiny({"training.steps": 1}), parse_routers("smoe"), 1, tmp_path / "run").run(jobs=2)
+    assert active_children() == []
+    assert (tmp_path / "notes").read_text() == "SIGINT is blocked: True"
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def note_and_sleep(number: int) -> None:
+    notes = Path(os.environ["NOTES_OF_A_WORKER"])
+    blocked = signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    notes.with_suffix(".new").write_text(f"SIGINT is blocked: {blocked}")
+    notes.with_suffix(".new").replace(notes)
+    time.sleep(3600)
 
 
 def kill_this_process(number: int) -> None:

@@ -10,12 +10,13 @@ import logging
 import os
 import sys
 import tempfile
+import time
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from tyro.conf import UseAppendAction
 
@@ -33,7 +34,11 @@ LONGEST_MESSAGE = 2000  # characters
 NO_EDGE = 10_000  # columns of a pipe or a file
 LONGEST = 24  # characters of a number: longer words with a digit may be wrapped
 
-Tell = Callable[[float, str], None]  # amount of finished work, and what is being done
+
+class Tell(Protocol):
+    """Called with the amount of finished work, the phase (what is being done), and how far the phase is."""
+
+    def __call__(self, done: float, phase: str, detail: str = "") -> None: ...
 
 
 def one_line(problem: Exception | str) -> str:
@@ -45,14 +50,31 @@ def one_line(problem: Exception | str) -> str:
 
 @contextmanager
 def bar(total: float | None, *, leave: bool = True) -> Iterator[Tell]:
-    """Show a progress bar, with the remaining time if `total` is known."""
+    """Show a progress bar, with the remaining time if `total` is known.
+
+    Where no terminal shows it, print one line to stderr as each phase starts, so that a log tells what a command does.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+    console, started = Console(stderr=not leave), set[str]()
+    if not console.is_terminal:
+
+        def print_phase(done: float, phase: str, detail: str = "") -> None:
+            if phase not in started:
+                started.add(phase)
+                print(f"{time.strftime('%H:%M:%S')} {one_line(phase)}", file=sys.stderr, flush=True)
+
+        yield print_phase
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=not leave), transient=not leave) as bars:
+    with Progress(*columns, console=console, transient=not leave) as bars:
         task = bars.add_task("", total=total)
-        yield lambda done, what: bars.update(task, completed=done, description=what)
+
+        def update(done: float, phase: str, detail: str = "") -> None:
+            bars.update(task, completed=done, description=f"{phase}, {detail}" if detail else phase)
+
+        yield update
 
 
 class _ToStderr(logging.Handler):
@@ -195,6 +217,8 @@ def router_names(written: str | None) -> list[str]:
     names = split_routers(written)
     if not names:
         raise ValueError(f"--routers is {written!r}; name at least one router.")
+    if repeated := [name for place, name in enumerate(names) if name in names[:place]]:
+        raise ValueError(f"--routers has {repeated[0]!r} twice; name each router only once.")
     return names
 
 

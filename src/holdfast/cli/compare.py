@@ -105,13 +105,19 @@ def changes(pairs: tuple[str, ...]) -> dict[str, Any]:
 def _with_progress(comparison: Comparison, jobs: int) -> list[dict[str, Any]]:
     steps = {cell.name: comparison.steps_of(cell) for cell in comparison.cells}
     done = dict.fromkeys(steps, 0)
+    trained: set[str] = set()  # cells that this command trains
     with bar(sum(steps.values())) as tell:
 
         def note(cell: Cell, finished: int) -> None:
-            done[cell.name] = finished
-            tell(sum(done.values()), f"{cell.label}, seed {cell.seed}: step {finished} of {steps[cell.name]}")
+            done[cell.name], total = finished, steps[cell.name]
+            if finished < total:
+                trained.add(cell.name)
+            phase = "train" if finished < total else "evaluate and attack" if cell.name in trained else "finished before"
+            tell(sum(done.values()), f"{cell.label}, seed {cell.seed}: {phase}", f"step {finished} of {total}")
 
-        return comparison.run(note, jobs=jobs)
+        results = comparison.run(note, jobs=jobs)
+        tell(sum(done.values()), f"{comparison.folder}: write results and report")
+        return results
 
 
 def print_table(rows: list[dict[str, Any]], comparison: Comparison, title: str) -> None:

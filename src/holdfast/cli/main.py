@@ -18,7 +18,7 @@ from holdfast.cli.report import Report
 from holdfast.cli.routers import Routers
 from holdfast.cli.run import Run, program_of
 from holdfast.cli.train import Train
-from holdfast.plugins import failure_in_plugin
+from holdfast.plugins import PLUGIN_ERRORS, failure_in_plugin
 
 Command = Attack | Audit | Certify | Compare | Evaluate | Geometry | Mismatch | Plan | Report | Routers | Run | Train
 
@@ -43,21 +43,21 @@ def main(arguments: list[str]) -> int:
     program = program_of(arguments) if arguments[0] == "run" else None  # options after `run` belong to the other program
     command = program or tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="holdfast", args=arguments)
     try:
+        seed = getattr(command, "seed", 0)
+        if not 0 <= seed < 2**32:
+            raise ValueError(f"--seed is {seed}; give a whole number from 0 to 2^32 - 1.")
         command.run()
     except BrokenPipeError:
         raise
     except ConditionHolds as condition:
         print(f"holdfast: {condition}", file=sys.stderr)
         return 1
-    except Exception as problem:
+    except PLUGIN_ERRORS as problem:
         failure = failure_in_plugin(problem)
         if failure is None and not isinstance(problem, ValueError | OSError):
             raise
         print(f"holdfast: {one_line(problem if failure is None else failure)}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("holdfast: stopped.", file=sys.stderr)
-        return 130
     finally:
         release_files()
     return 0

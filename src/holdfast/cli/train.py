@@ -98,7 +98,12 @@ def _with_progress(single: SingleRun, log: tuple[str, ...]) -> None:
 
     steps = single.task.steps
     with bar(steps) as tell:
-        single.run(lambda done: tell(done, f"{single.choice.name}: step {done} of {steps}"), log)
+
+        def note(done: int) -> None:
+            phase = "train" if done < steps else "save"
+            tell(done, f"{single.choice.name}: {phase}", f"step {done} of {steps}")
+
+        single.run(note, log)
 
 
 def _check_loggers(names: tuple[str, ...]) -> None:

@@ -4,7 +4,6 @@ The functions that change real models (`sparsify`, `reroute`) change it, so para
 """
 
 import copy
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +22,7 @@ from holdfast.hub.specs import NATIVE, LayerSpec, loss_coefficients, names_in_mo
 from holdfast.layers.losses import Losses
 from holdfast.model_size import (
     MOST_PARAMETERS,
+    build_or_refuse,
     count_parameters,
     require_enough_weights,
     require_sane_numbers,
@@ -224,7 +224,8 @@ def _build_config(model: str, model_type: str, description: Mapping[str, Any], s
         # Sizes go into the description, not into the config, because other sizes follow from them (the width of a head).
         return config_class.from_dict({**plain, **sizes})
     except Exception as problem:  # whatever the config's own checks raise, it is caused by these values
-        raise ValueError(f"the config of {model} is not one of a {model_type} model: {_one_line(problem)}") from None
+        reason = " ".join(str(problem).split()) or type(problem).__name__
+        raise ValueError(f"the config of {model} is not one of a {model_type} model: {reason}") from None
 
 
 def _build(config: Any) -> Any:
@@ -234,15 +235,7 @@ def _build(config: Any) -> Any:
     described = getattr(config, "holdfast", None)
     if described is not None:
         del config.holdfast
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Initializing zero-element tensors")  # these raise an error below
-            model = model_class(config)
-    except Exception as problem:  # inconsistent sizes may fail anywhere in the constructor
-        raise ValueError(f"no {model_class.__name__} has these sizes: {_one_line(problem)}") from None
-    for name, parameter in model.named_parameters():
-        if not parameter.numel():
-            raise ValueError(f"{name} would be {' x '.join(map(str, parameter.shape))}; no size may be 0.")
+    model = build_or_refuse(lambda: model_class(config), model_class.__name__)
     if described is not None:
         apply_specs(model, names_in_model(model, read_specs(described)))
     if count_parameters(model) > MOST_PARAMETERS:
@@ -266,10 +259,6 @@ def _model_class(config: Any) -> Any:
         if type(config) in mapping:
             return mapping[type(config)]
     return transformers.MODEL_MAPPING[type(config)]
-
-
-def _one_line(problem: Exception) -> str:
-    return " ".join(str(problem).split()) or type(problem).__name__
 
 
 def default_routers(config: Any, k: int | None = None) -> Sequence[str]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +26,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
-from multiprocessing import get_context, parent_process
+from multiprocessing import active_children, get_context, parent_process
 from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from holdfast.files import remove_folder, require_no_links
 from holdfast.hub.install import hooks_of
 from holdfast.locking import POLL, Lock, Owner, describe_writer, locked
 from holdfast.metrics.report import without_nan
-from holdfast.plugins import failure_in_plugin, load_plugin, plugin_files
+from holdfast.plugins import PLUGIN_ERRORS, failure_in_plugin, load_plugin, plugin_files
 from holdfast.train.cells import Cell, Result, merge_results, without_examples
 from holdfast.train.domain_summary import summarise_domains
 from holdfast.train.loop import Guard
@@ -345,16 +346,19 @@ def run_in_parallel(comparison: Comparison, wanted: list[Cell], jobs: int, progr
     missing.sort(key=lambda number: names.index(cells[number].choice.name))  # in the given order: name a slow router first
     context = get_context("spawn")  # a forked process cannot use the GPU, and may inherit locks that are held
     manager = SyncManager(ctx=context)
-    manager.start(_end_with_parent)
+    with _signals_for_this_process_only():
+        manager.start(_end_with_parent)
     with manager:
+        others = active_children()
         progress_queue = manager.Queue()
         options = {"data": comparison.data, "settings": comparison.settings}
         settings = (comparison.recipe, comparison.choices, comparison.seeds, comparison.folder, options)
         threads = max(1, (os.cpu_count() or 1) // jobs)
         arguments = (plugin_files(), settings, progress_queue, threads)
         with ProcessPoolExecutor(jobs, mp_context=context, initializer=_set_up_worker, initargs=arguments) as pool:
-            waiting = {pool.submit(_train_in_worker, number) for number in missing}
             try:
+                with _signals_for_this_process_only():
+                    waiting = {pool.submit(_train_in_worker, number) for number in missing}
                 while waiting:
                     finished, waiting = wait(waiting, timeout=PROGRESS_POLL, return_when=FIRST_COMPLETED)
                     _report_progress(progress_queue, cells, progress)
@@ -365,9 +369,30 @@ def run_in_parallel(comparison: Comparison, wanted: list[Cell], jobs: int, progr
                     f"a process that trained a cell of {comparison.folder} was killed, perhaps because memory ran out; "
                     "finished cells are kept: run the same command again with fewer --jobs."
                 ) from None
-            except BaseException:
+            except Exception:
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
+            except BaseException:  # Ctrl-C: a killed worker loses what it did since its last checkpoint, and no file
+                for child in active_children():
+                    if child not in others:
+                        child.kill()
+                raise
+
+
+@contextmanager
+def _signals_for_this_process_only() -> Iterator[None]:
+    """Let processes that are started inside the `with` never receive Ctrl-C, which a terminal sends to all of them.
+
+    A process inherits which signals are blocked. Ctrl-C waits in this process until the `with` ends.
+    """
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _set_up_worker(plugins: list[tuple[Path, str]], settings: tuple[Any, ...], progress_queue: Any, threads: int) -> None:
@@ -386,7 +411,7 @@ def _train_in_worker(number: int) -> None:
     comparison, progress_queue = _worker
     try:
         comparison.attempt(comparison.cells[number], lambda cell, steps: progress_queue.put((number, steps)))
-    except Exception as problem:
+    except PLUGIN_ERRORS as problem:
         failure = failure_in_plugin(problem)
         if failure is None:
             raise

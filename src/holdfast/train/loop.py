@@ -168,6 +168,7 @@ class TrainingLoop:
             self.log.flush()
             # The GPU has finished its steps: a checkpoint never contains what a NaN has done to them.
             require_finite_so_far()
+            require_finite_weights(self.model, self.state.global_step)
             self.state.compiled = self.training_step.is_compiled
             write_checkpoint(self.folder, self.model, self.optimizer, self.state, self.guard)
         return following
@@ -249,6 +250,17 @@ class _Arriving:
             self.arrival.synchronize()
         loss, grad_norm = self.values.tolist()
         return {"step": self.step, "loss": loss, "grad_norm": grad_norm, "learning_rate": self.learning_rate}
+
+
+@torch.no_grad()
+def require_finite_weights(model: Any, step: int) -> None:
+    """Raise ValueError if a weight is NaN or infinite: no forward, which would find it, follows the last step."""
+    for name, parameter in model.named_parameters():
+        if not parameter.isfinite().all():
+            raise ValueError(
+                f"{name} is NaN or infinite after step {step}: the training has diverged; set training.learning_rate to "
+                "less, or training.warmup to more."
+            )
 
 
 @torch.no_grad()

@@ -7,18 +7,25 @@ forward would refuse because the task cannot supply it is found from what router
 
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from holdfast.hub.layers import layer_infos, moe_layers
+from holdfast.model_size import in_gib, memory_for_training
+from holdfast.planning.planning import CONFIG_ERRORS
 from holdfast.routing import Router
 from holdfast.train.put_router import put_router
 from holdfast.train.recipe import RouterChoice
-from holdfast.train.task import Task
+from holdfast.train.start import wrong_entries
+from holdfast.train.task import Task, forward
+from holdfast.train.trainer_loop import processes
 
 logger = logging.getLogger("holdfast")
+
+BYTES_PER_PARAMETER = 16  # a weight, its gradient and two moments in float32
 
 # Fields of a `Context` that not every task supplies, the model's input that they are made from, and what they are.
 INPUTS_OF_FIELDS = {
@@ -32,6 +39,7 @@ def preflight(task: Task, choices: Sequence[RouterChoice], *, report_size: bool 
 
     report_size     log what decides how long a step takes
     """
+    built = []
     for number, choice in enumerate(choices):
         with torch.device("meta"):
             model = task.initial_model()  # an error here is one of the recipe, not of a router
@@ -45,6 +53,9 @@ def preflight(task: Task, choices: Sequence[RouterChoice], *, report_size: bool 
                 _require_readable(moe_layer.router, task)
         except ValueError as problem:
             raise ValueError(f"router {choice.name!r} cannot be trained with this recipe: {problem}") from problem
+        built.append(model)
+    for model in built:
+        _require_memory(task, model)
 
 
 def _report_size(task: Task, model: Any) -> None:
@@ -54,6 +65,54 @@ def _report_size(task: Task, model: Any) -> None:
         logger.info("%s.", line)
     if warning is not None:
         logger.warning("%s", warning)
+
+
+def _require_memory(task: Task, model: Any) -> None:
+    """Raise ValueError if training needs more memory than there is, even if only the following is counted.
+
+    For each parameter its weight, gradient and two moments of AdamW; for each example of a micro-batch its inputs and, of
+    texts, the embeddings and the logits. Several ranks may share the parameters and do share the examples.
+    """
+    training, probe = task.recipe.training, task.probe()
+    example = sum(tensor[0].numel() * tensor.element_size() for tensor in probe.values())
+    if "input_ids" in probe:
+        head = model.get_output_embeddings()
+        width = model.get_input_embeddings().weight.shape[1] + (0 if head is None else head.weight.shape[0])
+        example += probe["input_ids"].shape[1] * width * (2 if training.precision == "bf16" else 4)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    needed = (BYTES_PER_PARAMETER * parameters + training.batch * example) // processes()
+    memory = memory_for_training()
+    if memory is None or needed <= memory:
+        return
+    model_part, sparse = task.recipe.model, task.recipe.sparse
+    sizes = {f"model.config.{name}": value for name, value in model_part.config.items() if type(value) is int}
+    sizes |= {f"sparse.{name}": getattr(sparse, name) or 0 for name in ("experts", "hidden", "shared")}
+    sizes |= {"training.batch": training.batch, "data.length": task.recipe.data.length}
+    largest = max(sizes, key=lambda name: sizes[name])
+    raise ValueError(
+        f"{parameters:,} parameters and batches of {training.batch:,} need at least {in_gib(needed)} of memory, and there "
+        f"are {in_gib(memory)}; make the model or training.batch smaller (the largest size is {largest}={sizes[largest]:,})."
+    )
+
+
+def explain_failed_forward(task: Task, problem: Exception) -> None:
+    """Raise ValueError if a training failed because of the entries of `model.config`.
+
+    They are the cause if the model, without routers, fails on one example too: sizes of a config may contradict each other
+    without an error until the first forward.
+    """
+    config = task.recipe.model.config
+    inputs = {name: tensor[:1] for name, tensor in task.probe().items()}
+
+    def run(changed: Mapping[str, Any]) -> None:
+        part = replace(task.recipe.model, config=dict(changed))
+        forward(task.with_recipe(replace(task.recipe, model=part)).initial_model().train(), inputs)
+
+    try:
+        run(config)
+    except (*CONFIG_ERRORS, ValueError):
+        reason = " ".join(str(problem).split()) or type(problem).__name__
+        raise ValueError(f"{wrong_entries(config, run)}: the model cannot run ({reason}).") from problem
 
 
 def expert_count(task: Task) -> int:

@@ -29,8 +29,8 @@ from holdfast.train.augmentation import AugmentPart
 LONGEST_TOKEN = 100  # most letters of the word that an attack swaps in
 DEFAULT_BALANCE = 0.01  # coefficient of the balance loss
 
-Count = Annotated[int, Limits(0, math.inf, "a whole number of at least 0")]
-Positive = Annotated[int, Limits(1, math.inf, "a whole number above 0")]
+Count = Annotated[int, Limits(0, 10**12, "a whole number from 0 to 10^12")]
+Positive = Annotated[int, Limits(1, 10**12, "a whole number from 1 to 10^12")]
 Length = Annotated[int, Limits(1, 2**24, "a whole number from 1 to 16,777,216")]
 Pixels = Annotated[int, Limits(1, 2**13, "a whole number from 1 to 8,192")]
 Restarts = Annotated[int, Limits(1, 1000, "a whole number from 1 to 1,000")]
@@ -40,7 +40,7 @@ Amount = Annotated[float, Limits(0, math.inf, "a number of at least 0")]
 Share = Annotated[float, Limits(0, 1, "a number between 0 and 1")]
 Smoothing = Annotated[float, Limits(0, 0.999, "a number of at least 0 and below 1")]
 Severity = Annotated[int, Limits(1, 5, "a whole number from 1 to 5")]
-Above0 = Annotated[float, Limits(1e-6, math.inf, "a number above 0")]
+Above0 = Annotated[float, Limits(1e-6, 1e12, "a number above 0 and at most 10^12")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,7 +220,7 @@ class Recipe:
         if self.attack.budgets and self.task not in ("images", "domains"):
             raise ValueError(f"attack.budgets is for images, and this task is {self.task}.")
         ChosenMetrics(self.metrics)  # raises if a name is unknown
-        require_sane_numbers({**self.model.config, "experts": self.sparse.experts}, "model.config")
+        require_sane_numbers({**self.model.config, "sparse.experts": self.sparse.experts}, "model.config")
 
     def router_losses(self) -> Losses:
         """Return the losses that routers add in training."""

@@ -14,16 +14,19 @@ says so. Any other weight that is missing or not used is an error.
 
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from holdfast.data import PixelScaling, Tokenizer
 from holdfast.data.tokenizers import Bytes, HubTokenizer, Vocabulary
 from holdfast.files import read_json
 from holdfast.hub.checkpoint import load_with_head, local_folder
 from holdfast.hub.folder_files import check_files, family_values, sha256_of
+from holdfast.model_size import build_or_refuse
 from holdfast.train.recipe import ModelPart
 from holdfast.train.task_record import MODEL, is_trained, read_record
 
@@ -64,8 +67,38 @@ def _new_model(part: ModelPart, head: str, entries: Mapping[str, Any]) -> Any:
 
     if part.family not in transformers.CONFIG_MAPPING:
         raise ValueError(f"transformers has no model family {part.family!r}.")
-    config = transformers.AutoConfig.for_model(part.family, **{**entries, **part.config})
-    return getattr(transformers, HEADS[head]).from_config(config)
+
+    def build(config: Mapping[str, Any]) -> Any:
+        values = transformers.AutoConfig.for_model(part.family, **{**entries, **config})
+        return getattr(transformers, HEADS[head]).from_config(values)
+
+    def build_on_meta(config: Mapping[str, Any]) -> None:
+        with torch.device("meta"):
+            build_or_refuse(lambda: build(config), str(part.family))
+
+    try:
+        return build_or_refuse(lambda: build(part.config), str(part.family))
+    except ValueError as problem:
+        raise ValueError(f"{wrong_entries(part.config, build_on_meta)}: {problem}") from None
+
+
+def wrong_entries(config: Mapping[str, Any], work: Callable[[Mapping[str, Any]], object]) -> str:
+    """Return the entries of `model.config` that make `work` fail, as text.
+
+    An entry is at fault if `work` succeeds with the family's own value in its place; if there is no such entry, with a 1 in
+    its place, because the family's value may contradict the other entries.
+    """
+
+    def succeeds(changed: Mapping[str, Any]) -> bool:
+        try:
+            work(changed)
+        except Exception:  # as for the whole config
+            return False
+        return True
+
+    wrong = [name for name in config if succeeds({other: config[other] for other in config if other != name})]
+    wrong = wrong or [name for name in config if succeeds({**config, name: 1})] or list(config)
+    return " and ".join(f"model.config.{name} is {config[name]!r}" for name in wrong) or "model.config is empty"
 
 
 def _from_checkpoint(part: ModelPart, head: str, entries: Mapping[str, Any]) -> Any:

@@ -16,7 +16,7 @@ from torch.utils.data import SequentialSampler
 
 from holdfast.files import append, remove_folder, require_no_links, require_no_links_inside, write_atomically
 from holdfast.hub.folder_files import check_folder
-from holdfast.train.loop import LOG, Guard, Log, Tick, resume_point
+from holdfast.train.loop import LOG, Guard, Log, Tick, require_finite_weights, resume_point
 from holdfast.train.mixed_labels import soft_labels
 from holdfast.train.recipe import TrainingPart
 from holdfast.train.run_folder import (
@@ -147,6 +147,7 @@ def _trainer_class(task: Task, folder: Path, guard: Guard) -> Any:
             return self.control.should_save and super()._determine_best_metric(*given, **named)
 
         def _save_checkpoint(self, *given: Any) -> None:
+            require_finite_weights(self.model, self.state.global_step)
             checkpoint = folder / f"checkpoint-{self.state.global_step}"
             require_no_links(checkpoint, folder)
             if self.args.should_save:

@@ -20,11 +20,12 @@ from torch import nn
 
 from holdfast.hub.replacements import SparseLayer
 from holdfast.locking import locked, require_unlocked
+from holdfast.planning.planning import CONFIG_ERRORS
 from holdfast.routing import Router
 from holdfast.train.label_smoothing import require_classes
 from holdfast.train.loop import Guard, Log, Tick, train_in_loop
 from holdfast.train.pace import Pace
-from holdfast.train.preflight import preflight
+from holdfast.train.preflight import explain_failed_forward, preflight
 from holdfast.train.put_router import put_router, starts_with_copies
 from holdfast.train.recipe import Recipe, RouterChoice
 from holdfast.train.run_folder import claim, prepare, require_own
@@ -125,6 +126,11 @@ def _seed_of(name: str, seed: int) -> int:
 def require_trainable(task: Task, seed: int) -> None:
     """Raise ValueError if the data are not sufficient for training; called before anything is written."""
     training = task.recipe.training
+    if task.steps * training.batch * training.accumulate >= 2**63:
+        raise ValueError(
+            f"training.steps or training.epochs, with training.batch={training.batch:,} and training.accumulate="
+            f"{training.accumulate:,}, are more than 2^63 examples; make them smaller."
+        )
     task.examples(seed)
     task.probe()
     rate_factor(training, task.steps)
@@ -168,6 +174,14 @@ def train(
         if trainer or report_to or processes() > 1:
             return train_with_trainer(model, task, folder, report_to=report_to, **how)
         return train_in_loop(model, task, folder, **how)
+    except CONFIG_ERRORS as problem:
+        if isinstance(problem, torch.OutOfMemoryError) or "not enough memory" in str(problem):
+            raise ValueError(
+                f"memory ran out in training, with training.batch={task.recipe.training.batch}: set it to less; "
+                "training.accumulate adds up several batches to one step."
+            ) from problem
+        explain_failed_forward(task, problem)
+        raise
     finally:
         pace.stop()
 

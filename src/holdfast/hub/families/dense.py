@@ -275,7 +275,7 @@ def new_experts(dense: DenseLayer, experts: int, hidden: int | None) -> Experts:
     dim, inner = linear_shape(dense.down)
     return Experts(
         dim,
-        hidden or inner,
+        inner if hidden is None else hidden,
         experts,
         activation=activation_of(dense),
         gated=dense.family.gated,
