@@ -57,9 +57,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=2000)
     runs = parser.parse_args().runs
-    for name, *setting in itertools.product(ACCURACIES, SEED_SPREADS, OWN_SPREADS, (40, 500), (3, 5)):
-        described = dict(zip(("S", "W", "examples", "seeds"), setting, strict=True))
-        print(json.dumps({"accuracies": name, **described, **coverage(ACCURACIES[name], *setting, runs)}))
+    for name, spread, own, count, seeds in itertools.product(ACCURACIES, SEED_SPREADS, OWN_SPREADS, (40, 500), (3, 5)):
+        setting = {"accuracies": name, "S": spread, "W": own, "examples": count, "seeds": seeds}
+        print(json.dumps({**setting, **coverage(ACCURACIES[name], spread, own, count, seeds, runs)}))
 
 
 if __name__ == "__main__":

@@ -151,15 +151,13 @@ def test_the_figures_of_four_held_out_domains_equal_a_loop(run: Path, folder: Pa
             assert row.accuracy[domain].mean == pytest.approx(statistics.fmean(one[domain] for one in seeds))
         for level, over in ((row.mean, statistics.fmean), (row.worst, min)):
             values = [over(one.values()) for one in seeds]
-            half = 12.706204736 * statistics.stdev(values) / 2**0.5  # Student's t with 1 degree of freedom
-            middle = statistics.fmean(values)
-            assert (level.mean, level.low, level.high) == pytest.approx((middle, middle - half, middle + half))
+            assert level.mean == pytest.approx(statistics.fmean(values)) and level.over == "these models only"
+            assert level.low is not None and level.high is not None and 0 <= level.low < level.mean < level.high <= 100
     smoe, xmoe = results.domains
     assert smoe.mean_difference is None and xmoe.mean_difference is not None and xmoe.worst_difference is not None
     for difference, over in ((xmoe.mean_difference, statistics.fmean), (xmoe.worst_difference, min)):
         before, after = ([over(one.values()) for one in found[router]] for router in ("smoe", "xmoe"))
-        own = paired(before, after)
-        assert (difference.mean, difference.low) == pytest.approx((own.mean, own.low))
+        assert difference.mean == pytest.approx(paired(before, after).mean) and difference.kind == "unknown"
 
 
 @pytest.mark.slow
@@ -187,7 +185,7 @@ def test_the_page_and_the_table_have_the_held_out_domains(run: Path, folder: Pat
         "compare", "--recipe", "gmoe-tiny", "--routers", "smoe,xmoe", "--seeds", "2", "--out", str(run), "--set", *given
     )
     assert again.returncode == 0, again.stderr
-    assert "Held-out domains" in again.stdout and "Against smoe, in the mean accuracy: xmoe" in again.stdout
+    assert "Held-out domains" in again.stdout and "Fewer than 3 seeds cannot show" in again.stdout
 
 
 @pytest.mark.slow

@@ -233,6 +233,6 @@ def read_per_example(stored: Mapping[str, Any] | None) -> PerExample | None:
     if "shares" in stored:
         return Shares(np.array(stored["shares"], dtype=np.float64))
     if "losses" in stored:
-        numbers = (np.array(stored[key], dtype=np.float64) for key in ("losses", "words"))
-        return Blocks(*numbers, perplexity=stored["perplexity"])
+        losses, words = (np.array(stored[key], dtype=np.float64) for key in ("losses", "words"))
+        return Blocks(losses, words, stored["perplexity"])
     return Predictions(stored["metric"], np.array(stored["predicted"]), np.array(stored["labels"]))

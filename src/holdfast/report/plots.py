@@ -114,8 +114,8 @@ def differences(results: Results) -> Plot:
         "shapes": [{"type": "line", "x0": 0, "x1": 0, "yref": "paper", "y0": 0, "y1": 1, "line": {"dash": "dot"}}],
         "height": plot_height(data),
     }
-    found = [one for row in results.rows for one in (row.clean_difference, row.attacked_difference) if one is not None]
-    claims = sum(one.kind != "unknown" for one in found)
+    known = [one for row in results.rows for one in (row.clean_difference, row.attacked_difference) if one is not None]
+    claims = sum(one.kind != "unknown" for one in known)
     side = "left" if results.run.measure.better == "lower" else "right"
     caption = (
         f"In {results.run.measure.name}, paired by seed and by test example: {side} of 0 is better than {baseline.router}"
@@ -127,7 +127,7 @@ def differences(results: Results) -> Plot:
             f"difference, about {0.05 * claims:.2g} of {claims} would miss 0 by chance."
         )
     else:
-        overs = dict.fromkeys(one.over for one in found if one.over)
+        overs = dict.fromkeys(one.over for one in known if one.over)
         caption += f"The 95% intervals are for {listed([str(one) for one in overs])}: nothing is claimed." if overs else ""
     return Plot("differences", "Difference to the baseline", caption, data, layout)
 

@@ -6,14 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    AliasChoices,
-    Field,
-    NonNegativeInt,
-    PositiveInt,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AliasChoices, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
 from holdfast.files import LARGEST, read_bytes
 from holdfast.metrics.paired import FEWEST_SEEDS

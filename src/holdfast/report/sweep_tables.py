@@ -70,6 +70,6 @@ def _columns(label: str, routers: list[str], found: dict[tuple[str, str], Row]) 
         row = found.get((router, label))
         name = next(one.name for one in found.values() if one.router == router)
         some = any(one.attacks_some for one in found.values())
-        clean = row and (row.clean_beside_attacked if some else row.clean)
+        clean = None if row is None else row.clean_beside_attacked if some else row.clean
         yield f"{name}, clean{', attacked examples' if some else ''}", decimal(clean)
         yield f"{name}, attacked", decimal(row.attacked if row else None)
