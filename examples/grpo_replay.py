@@ -7,7 +7,7 @@ The policy learns to reverse a row of digits: "3 1 4 =" must be continued with "
 digits. Training runs in float32 with sdpa attention. The rollout runs in bfloat16 with eager attention, in batches of
 another size and token by token, as an inference engine would. So near-ties go to other experts.
 
-Needs: pip install 'holdfast[lab]' trl
+Needs: pip install '.[lab]' trl
 """
 
 import argparse

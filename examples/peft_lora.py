@@ -2,7 +2,7 @@
 
     python examples/peft_lora.py MODEL TEXTS --router smooth --out adapter
 
-Attention gets adapters; the state of the routers is saved with them. Needs: pip install 'holdfast[lab]' peft
+Attention gets adapters; the state of the routers is saved with them. Needs: pip install '.[lab]' peft
 """
 
 import argparse

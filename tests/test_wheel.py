@@ -148,7 +148,7 @@ def test_the_library_works_from_the_wheel_without_the_extra(release: Release, tm
     assert said["from"] == str(release.packages / "holdfast" / "__init__.py")
     assert said["worked"] == "1 complete complete 2"
     assert "holdfast.compare needs accelerate and plotly" in said["missing"]
-    assert "pip install 'holdfast[lab]'" in said["missing"]
+    assert "pip install '.[lab]'" in said["missing"]
 
 
 @pytest.mark.slow

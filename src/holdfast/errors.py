@@ -13,17 +13,18 @@ def unknown_name(kind: str, name: object, known: Iterable[str]) -> str:
     return f"unknown {kind} {name!r}: {hint}"
 
 
-INSTALL = "pip install 'holdfast[lab]'"
+# How to install Holdfast with its extra `lab`, in errors and model cards. A release to a package index changes this line.
+INSTALL = "`pip install '.[lab]'` in the folder of Holdfast's source code (it is not on a package index)"
 
 
 class MissingExtra(ImportError, ValueError):
-    """A package of the extra `lab` (the optional dependencies `holdfast[lab]`) is not installed."""
+    """A package of the extra `lab` (optional dependencies) is not installed."""
 
 
 def missing_extra_message(purpose: str, *modules: str) -> str | None:
     """Return a message that names the modules that are not installed; None if all are installed."""
     missing = [module for module in modules if find_spec(module) is None]
-    return f"{purpose} needs {' and '.join(missing)}; install the extra `lab`: {INSTALL}" if missing else None
+    return f"{purpose} needs {' and '.join(missing)}; install the extra `lab`: run {INSTALL}." if missing else None
 
 
 def require_extra(purpose: str, *modules: str) -> None:

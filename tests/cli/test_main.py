@@ -64,7 +64,7 @@ def test_a_command_without_its_extra_says_which(command: Command, monkeypatch: p
     monkeypatch.setitem(sys.modules, "plotly", None)
     done = command("routers")
     assert done.returncode == 2 and done.stdout == ""
-    assert "holdfast routers needs plotly" in done.stderr and "pip install 'holdfast[lab]'" in done.stderr
+    assert "holdfast routers needs plotly" in done.stderr and "pip install '.[lab]'" in done.stderr
 
 
 @pytest.mark.parametrize(  # tables are rich's, which has its own code

@@ -212,11 +212,11 @@ def test_missing_packages_and_files_say_how_to_get_them(tmp_path: Path, monkeypa
     (tmp_path / "a").mkdir()
     with monkeypatch.context() as patch:
         without(patch, "PIL")
-        with pytest.raises(ValueError, match=r"needs PIL.*pip install 'holdfast\[lab\]'"):
+        with pytest.raises(ValueError, match=r"needs PIL.*pip install '\.\[lab\]'"):
             image_set(tmp_path)
     with monkeypatch.context() as patch:
         without(patch, "sklearn")
-        with pytest.raises(ValueError, match=r"needs sklearn.*pip install 'holdfast\[lab\]'"):
+        with pytest.raises(ValueError, match=r"needs sklearn.*pip install '\.\[lab\]'"):
             image_set("digits")
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
@@ -16,14 +17,15 @@ import pytest
 import tokenizers
 import torch
 import transformers
+from safetensors.torch import load_file
 from tiny import EXTRA, tiny
 from tiny_dense import CONFIGS, inputs, outputs, tiny_dense
 from torch import Tensor
 from wording import mentions
 
 import holdfast
-from holdfast.hub.folder_files import write_manifest
-from holdfast.hub.layers import moe_layers
+from holdfast.errors import INSTALL
+from holdfast.hub.folder_files import MODEL_TYPE, write_manifest
 
 IDS = torch.tensor([[5, 9, 13, 7, 3, 22], [4, 8, 15, 16, 23, 42]])
 CHANGES = [
@@ -129,6 +131,37 @@ def test_a_loaded_model_is_the_saved_one_bit_for_bit(model_type: str, router: st
     again = holdfast.save(loaded, tmp_path / "again")  # and is saved as it was
     for name in ("model.safetensors", "holdfast.json"):
         assert (again / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
+
+
+def weights_in(folder: Path) -> dict[str, Tensor]:
+    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+@pytest.mark.parametrize("router", ["native", "symphony+smooth"])
+@pytest.mark.parametrize("model_type", ["mixtral", "olmoe", "deepseek_v3", "phimoe", "granitemoe"])
+def test_a_folder_has_the_names_and_shapes_of_the_familys_checkpoints(model_type: str, router: str, tmp_path: Path) -> None:
+    """Engines that read a family's checkpoints find its weights in a folder of ours, and routers' state beside them."""
+    tiny(model_type).save_pretrained(tmp_path / "plain")
+    holdfast.save(holdfast.reroute(tiny(model_type), router), tmp_path / "ours")
+    expected, got = weights_in(tmp_path / "plain"), weights_in(tmp_path / "ours")
+    assert all(torch.equal(got[name], value) for name, value in expected.items())
+    assert all(".holdfast." in name for name in got.keys() - expected.keys())
+    assert (got.keys() == expected.keys()) == (router == "native")
+
+
+def test_a_folder_for_a_trainer_has_the_names_of_the_model_by_which_it_resumes(tmp_path: Path) -> None:
+    model = changed("mixtral")
+    model.save_pretrained(tmp_path, state_dict=None)  # as `Trainer._save` calls it
+    assert weights_in(tmp_path).keys() == model.state_dict().keys()
+    for opens in (holdfast.load, transformers.MixtralForCausalLM.from_pretrained):
+        assert_same(model, opens(tmp_path))
+
+
+def test_a_model_of_a_folder_in_another_layout_is_saved_in_the_familys(tmp_path: Path) -> None:
+    tiny("mixtral").save_pretrained(tmp_path / "fused", save_original_format=False)
+    model = holdfast.reroute(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "fused"), "native")
+    tiny("mixtral").save_pretrained(tmp_path / "plain")
+    assert weights_in(holdfast.save(model, tmp_path / "ours")).keys() == weights_in(tmp_path / "plain").keys()
 
 
 def test_what_is_compared_can_differ(tmp_path: Path) -> None:
@@ -259,60 +292,6 @@ def test_a_loaded_sparse_model_can_be_rerouted_and_saved_again(kept: Path, tmp_p
     assert torch.equal(said(model, "llama"), said(loaded, "llama"))
 
 
-def as_format_1(folder: Path) -> None:
-    """Rewrite a folder's config.json as Holdfast 0.1.0 wrote it, with names of layers as in the saved class."""
-    section = json.loads((folder / "config.json").read_text())["model_config"]
-    for name in ("quantization_config", "transformers_weights"):
-        del section[name]
-    description = section["holdfast"]
-    description["format"] = 1
-    description["layers"] = {f"model.{name}": spec for name, spec in description["layers"].items()}
-    description["dtype"] = "this folder is read with holdfast.load"
-    section["model_type"] = "holdfast"
-    (folder / "config.json").write_text(json.dumps(section))
-    write_manifest(folder)
-
-
-@pytest.mark.parametrize("name", ["mixtral", "llama"])
-def test_a_folder_of_format_1_is_read_and_saved_in_the_present_format(
-    name: str, copied: Callable[[str], Path], tmp_path: Path
-) -> None:
-    expected, folder = holdfast.load(copied(name)), tmp_path / name
-    own: Any = type(expected).__bases__[1]
-    as_format_1(folder)
-    for opens in (holdfast.load, transformers.AutoModelForCausalLM.from_pretrained):
-        loaded = opens(folder)
-        assert_same(expected, loaded)
-        assert torch.equal(said(loaded, name), said(expected, name))
-    assert isinstance(transformers.AutoModel.from_pretrained(folder), transformers.PreTrainedModel)
-    with pytest.raises(AttributeError, match="holdfast"):  # as ever: the family's own class opens later formats
-        own.from_pretrained(folder)
-    again = json.loads((holdfast.save(loaded, tmp_path / "again") / "config.json").read_text())["model_config"]["holdfast"]
-    assert again["format"] == 3 and list(again["layers"]) == [f"layers.{index}.mlp" for index in range(3)]
-
-
-@pytest.mark.parametrize(("stored", "skip"), [(0, 0), (1, 0), (2, 1), (3, 2)])
-def test_a_folder_of_format_2_keeps_the_meaning_of_skip(stored: int, skip: int, tmp_path: Path) -> None:
-    """Up to format 2, `skip` also counted the first MoE layer, which is never clustered."""
-    model = holdfast.sparsify(tiny_dense("llama"), experts=4, router="ac", skip=skip)
-    with torch.no_grad():
-        for moe_layer in moe_layers(model):
-            moe_layer.router.score.spreads.uniform_(0.1, 2.0)  # type: ignore[union-attr, operator]
-    expected, folder = said(model, "llama"), holdfast.save(model, tmp_path / "model")
-    config = json.loads((folder / "config.json").read_text())
-    description = config["model_config"]["holdfast"]
-    assert description["format"] == 3
-    description["format"] = 2
-    for spec in description["layers"].values():
-        spec["options"]["skip"] = stored
-    (folder / "config.json").write_text(json.dumps(config))
-    write_manifest(folder)
-    loaded = holdfast.load(folder)
-    assert torch.equal(said(loaded, "llama"), expected)
-    clustered = [bool(moe_layer.router.reads) for moe_layer in moe_layers(loaded)]  # type: ignore[union-attr]
-    assert clustered == [False, *(place > skip for place in (1, 2))]
-
-
 def test_either_name_of_the_dtype_is_heeded(kept: Path) -> None:
     for name in ("dtype", "torch_dtype"):
         for folder in ("mixtral", "plain"):
@@ -340,9 +319,35 @@ def test_options_of_save_pretrained_are_heeded_and_unknown_ones_refused(kept: Pa
     assert_same(model, holdfast.load(folder, variant="small"))
     with pytest.raises(ValueError, match="'max_shard_size'"):
         holdfast.save(model, tmp_path / "wrong", max_shards_size="30KB")
-    with pytest.raises(ValueError, match=r"model\.push_to_hub"):
-        model.save_pretrained(tmp_path / "pushed", push_to_hub=True)
-    assert not (tmp_path / "wrong").exists() and not (tmp_path / "pushed").exists()
+    assert not (tmp_path / "wrong").exists()
+
+
+@pytest.mark.parametrize("how", ["push_to_hub", "save_pretrained"])
+def test_an_upload_has_the_checksums_and_the_card_of_a_saved_folder(
+    how: str, kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the two calls that need a hub are replaced; the card on the hub is looked for, and not found."""
+    remote = tmp_path / "remote"
+    remote.mkdir()
+
+    def create_commit(hub: Any, *, repo_id: str, operations: list[Any], **options: Any) -> None:
+        for operation in operations:
+            shutil.copy(operation.path_or_fileobj, remote / operation.path_in_repo)
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", lambda hub, repo_id, **_: SimpleNamespace(repo_id=repo_id))
+    monkeypatch.setattr(huggingface_hub.HfApi, "create_commit", create_commit)
+    model = holdfast.load(kept / "mixtral")
+    model.add_model_tags(["mine"])
+    if how == "push_to_hub":
+        model.push_to_hub("me/mine")
+    else:
+        model.save_pretrained(tmp_path / "local", push_to_hub=True, repo_id="me/mine")
+        assert_same(model, holdfast.load(tmp_path / "local"))
+    assert_same(model, holdfast.load(remote))
+    card = huggingface_hub.ModelCard.load(remote / "README.md")
+    assert card.data.library_name == "holdfast" and card.data.tags == ["holdfast", "mixture-of-experts", "mine"]
+    assert "holdfast.load(" in card.text
 
 
 def test_a_model_card_says_how_to_load_the_folder(tmp_path: Path) -> None:
@@ -351,7 +356,7 @@ def test_a_model_card_says_how_to_load_the_folder(tmp_path: Path) -> None:
     model = holdfast.reroute(model, "symphony")
     card = huggingface_hub.ModelCard.load(holdfast.save(model, tmp_path / "out") / "README.md")
     assert card.data.library_name == "holdfast" and card.data.base_model == "someone/Mixtral-of-theirs"
-    assert "pip install holdfast" in card.text and "holdfast.load(" in card.text and "`symphony`" in card.text
+    assert f"To install Holdfast, run {INSTALL}." in card.text and "`symphony`" in card.text
     loaded = holdfast.load(tmp_path / "out")
     again = huggingface_hub.ModelCard.load(holdfast.save(loaded, tmp_path / "again") / "README.md")
     assert again.content == card.content  # what it was made of is not forgotten
@@ -381,6 +386,24 @@ def test_a_card_that_is_there_stays(tmp_path: Path) -> None:
 
 
 # Saving, whole or not at all
+
+
+@pytest.mark.parametrize("wrapper", ["DistributedDataParallel", "DataParallel", "none"])
+def test_what_is_no_hugging_face_model_is_refused_with_the_one_inside(wrapper: str, tmp_path: Path) -> None:
+    model = holdfast.reroute(tiny("mixtral"), "smoe")
+    if wrapper == "DistributedDataParallel":
+        torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        wrapped: Any = model.model.layers if wrapper == "none" else getattr(torch.nn.parallel, wrapper)(model)
+        said = "ModuleList is not a Hugging Face model" if wrapper == "none" else f"this {wrapper} wraps the model; save the"
+        with pytest.raises(ValueError, match=said):
+            holdfast.save(wrapped, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+    finally:
+        if wrapper == "DistributedDataParallel":
+            torch.distributed.destroy_process_group()
+    if wrapper != "none":
+        holdfast.save(wrapped.module, tmp_path / "out")
 
 
 def test_a_folder_that_is_there_is_replaced_only_by_force(kept: Path, tmp_path: Path) -> None:
@@ -574,7 +597,7 @@ EDITS: dict[str, Edit] = {
     "a layer too few": lambda config: config["holdfast"]["layers"].popitem(),
     "no layers": lambda config: config["holdfast"].update(layers={}),
     "layers in a list": lambda config: config["holdfast"].update(layers=[]),
-    "a format to come": lambda config: config["holdfast"].update(format=4),
+    "an earlier format": lambda config: config["holdfast"].update(format=3),
     "another family": lambda config: config["holdfast"].update(model_type="olmoe"),
     "an unknown family": lambda config: config["holdfast"].update(model_type="nonsense"),
     "families in a list": lambda config: config["holdfast"].update(model_type=["mixtral"]),
@@ -721,18 +744,21 @@ def test_pickled_weights_are_refused(name: str, trapped: bool, copied: Callable[
 
 WITHOUT_HOLDFAST = """
 import json, sys
+sys.modules["holdfast"] = None  # `import holdfast` raises ModuleNotFoundError
 import transformers
 found = {}
+def attempt(what, opens, *arguments, **options):
+    try:
+        opens(*arguments, **options)
+    except (ValueError, OSError) as problem:
+        found[what] = str(problem)
+    else:
+        found[what] = "OPENED"
 for folder, *classes in json.loads(sys.argv[1]):
     for name in ["AutoConfig", "AutoModel", "AutoModelForCausalLM", *classes]:
         for options in ({}, {"attn_implementation": "eager"}, {"trust_remote_code": True}):
-            try:
-                getattr(transformers, name).from_pretrained(folder, **options)
-            except (ValueError, OSError) as problem:
-                found[f"{folder} {name} {options}"] = str(problem)
-            else:
-                found[f"{folder} {name} {options}"] = "OPENED"
-assert "holdfast" not in sys.modules
+            attempt(f"{folder} {name} {options}", getattr(transformers, name).from_pretrained, folder, **options)
+    attempt(f"{folder} Auto in a pipeline", transformers.pipeline, "text-generation", folder)
 print(json.dumps(found))
 """
 
@@ -753,7 +779,8 @@ def test_plain_transformers_fails_rather_than_make_up_weights(tmp_path: Path) ->
     )
     found = json.loads(done.stdout.splitlines()[-1])
     assert len(found) > 100
-    assert [what for what, problem in found.items() if "holdfast" not in problem] == []
+    assert [what for what, problem in found.items() if "import holdfast" not in problem] == []
+    assert [what for what, problem in found.items() if " Auto" in what and MODEL_TYPE not in problem] == []
 
 
 def test_what_reads_the_config_only_in_passing_is_not_disturbed(kept: Path) -> None:
@@ -791,19 +818,3 @@ def test_a_single_tower_of_a_changed_model_is_not_made_up(tmp_path: Path) -> Non
     for tower in (transformers.SiglipTextModel, transformers.SiglipVisionModel):
         with pytest.raises(Exception, match=r"holdfast\.load"):
             tower.from_pretrained(tmp_path / "saved")
-
-
-def test_a_folder_of_format_2_keeps_the_meaning_of_similarity(tmp_path: Path) -> None:
-    """Up to format 2, `similarity` compared the output of attention, with tau=1."""
-    model = holdfast.sparsify(tiny_dense("llama"), experts=4, router="similarity", of="attention", tau=1.0)
-    expected, folder = said(model, "llama"), holdfast.save(model, tmp_path / "model")
-    config = json.loads((folder / "config.json").read_text())
-    description = config["model_config"]["holdfast"]
-    description["format"] = 2
-    for spec in description["layers"].values():
-        spec["options"] = {}
-    (folder / "config.json").write_text(json.dumps(config))
-    write_manifest(folder)
-    loaded = holdfast.load(folder)
-    assert torch.equal(said(loaded, "llama"), expected)
-    assert not torch.equal(said(holdfast.reroute(loaded, "similarity"), "llama"), expected)

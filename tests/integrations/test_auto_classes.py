@@ -1,6 +1,7 @@
 """After `import holdfast`, what opens Hugging Face folders opens ours: Auto classes, families' own classes, pipelines."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -68,12 +69,12 @@ def assert_same_state(model: Any, other: Any) -> None:
             assert value.requires_grad == got[name].requires_grad, name
 
 
-def words() -> Any:
+def words(**special: str) -> Any:
     vocabulary = {"[UNK]": 0, "[PAD]": 1, "</s>": 2, **{f"w{index}": index for index in range(3, 64)}}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=made, unk_token="[UNK]", pad_token="[PAD]", eos_token="</s>", model_max_length=64
+        tokenizer_object=made, unk_token="[UNK]", pad_token="[PAD]", eos_token="</s>", model_max_length=64, **special
     )
 
 
@@ -243,6 +244,55 @@ def test_a_trainer_writes_checkpoints_that_auto_classes_open(tmp_path: Path) -> 
     assert "library_name: holdfast" in (tmp_path / "checkpoint-1" / "README.md").read_text()
 
 
+def image_processor(channels: int) -> Any:
+    """One for the tiny ViT."""
+    sizes: dict[str, Any] = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
+    scaling = {"image_mean": [0.5] * channels, "image_std": [0.5] * channels}
+    return transformers.CLIPImageProcessorPil(**sizes, **scaling, do_convert_rgb=channels == 3)
+
+
+# For each kind of model: how it is made, its tokeniser or processor, and the names that its card must import.
+CARDS: dict[str, tuple[Callable[[], Any], Callable[[], Any], list[str]]] = {
+    "causal": (lambda: changed("mixtral"), words, ["AutoModelForCausalLM", "pipeline"]),
+    "causal of another name": (lambda: changed("gpt2"), words, ["AutoModelForCausalLM", "pipeline"]),
+    "without a tokeniser": (lambda: changed("mixtral"), lambda: None, ["AutoModelForCausalLM"]),
+    "masked": (lambda: changed("bert"), lambda: words(mask_token="w3"), ["AutoModelForMaskedLM", "pipeline"]),
+    "labels": (
+        lambda: holdfast.sparsify(transformers.BertForSequenceClassification(tiny_dense("bert").config), experts=4),
+        words,
+        ["AutoModelForSequenceClassification", "pipeline"],
+    ),
+    "encoder": (
+        lambda: holdfast.sparsify(transformers.BertModel(tiny_dense("bert").config), experts=4),
+        words,
+        ["AutoModel", "pipeline"],
+    ),
+    "images": (lambda: changed("vit"), lambda: image_processor(3), ["AutoModelForImageClassification", "pipeline"]),
+    "grey images": (
+        lambda: holdfast.sparsify(tiny_dense("vit", num_channels=1), experts=4),
+        lambda: image_processor(1),
+        ["AutoModelForImageClassification", "AutoImageProcessor"],
+    ),
+    "two towers": (lambda: changed("siglip"), lambda: None, ["AutoModel"]),
+}
+
+
+@pytest.mark.parametrize("kind", CARDS)
+def test_the_code_of_a_model_card_runs_as_written(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, reader, names = CARDS[kind]
+    model = make()
+    folder = holdfast.save(model, tmp_path / "out", tokenizer=reader())
+    monkeypatch.chdir(folder)
+    first, *further = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), flags=re.DOTALL)
+    for code, name in zip([first, *further], ["holdfast", *names], strict=True):
+        namespace: dict[str, Any] = {}
+        exec(code, namespace)
+        assert name in namespace
+        opened = namespace["run"].model if name == "pipeline" else namespace.get("model", model)
+        assert type(opened) is type(model)
+    assert ("processor" in namespace) == (kind == "grey images")
+
+
 # Folders that are damaged or hostile
 
 
@@ -290,7 +340,7 @@ EDITS: dict[str, Callable[[dict[str, Any]], object]] = {
     "a router with more weights": in_layer(router="xmoe"),
     "an unknown router": in_layer(router="nonsense"),
     "a layer that is not there": one_layer_more,
-    "a format to come": in_description(format=4),
+    "another format": in_description(format=3),
     "itself as a family": another_type("holdfast"),
 }
 OPENING = ("AutoModelForCausalLM", "MixtralForCausalLM", "AutoModel", "MixtralModel")

@@ -1,6 +1,7 @@
 """The image processor of a checkpoint: pixels and scaling together equal what transformers computes."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,10 @@ import torch
 from PIL import Image
 
 from holdfast.data.labelled_images import FileImages
-from holdfast.train.image_processor import PROCESSOR, ImageReading, image_reading
+from holdfast.hub.folder_files import PROCESSOR
+from holdfast.train import Recipe, build_model, make_task, save_trained
+from holdfast.train.image_processor import ImageReading, image_reading
+from holdfast.train.image_task import ImageTask, evenly_spaced
 
 SCALED: dict[str, Any] = {"image_mean": [0.4, 0.5, 0.6], "image_std": [0.2, 0.3, 0.4]}
 PROCESSORS: dict[str, dict[str, Any]] = {
@@ -41,6 +45,44 @@ def test_images_are_read_as_transformers_reads_them(kind: str, tmp_path: Path) -
     assert found.shape == (1, 3, 8, 8) and torch.allclose(found, wanted.float(), atol=1e-5)
     plain = FileImages([tmp_path / "image.png"], [0], 8).pixels([0])
     assert kind not in ("ViTImageProcessor", "DeiTImageProcessor") or not torch.allclose(reading.scaling(plain), found)
+
+
+@pytest.mark.parametrize("colour", [True, False])
+def test_plain_images_through_the_saved_processor_give_the_models_own_logits(
+    colour: bool, digits: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    """As `holdfast train` saves a model: of image files of any size with a pipeline, of grey images with the processor."""
+    from transformers import AutoImageProcessor, AutoModelForImageClassification, pipeline
+
+    generator, source = np.random.default_rng(2), tmp_path / "images"
+    for number in range(24 if colour else 0):
+        place = source / f"class {number % 2}" / f"{number}.png"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(generator.integers(0, 256, (16, 24, 3), dtype=np.uint8)).save(place)
+    task = make_task(digits({"data.source": str(source), "data.size": 8} if colour else {}))
+    assert isinstance(task, ImageTask)
+    model = build_model(task, "symphony", {}, seed=0).eval()
+    model.classifier.weight.data *= 20
+    save_trained(model, task, tmp_path / "trained")
+    folder = tmp_path / "trained" / "model"
+    pixels = task.test_images(4, torch.device("cpu"))[0]
+    with torch.no_grad():
+        expected = model(pixel_values=task.scaling(pixels)).logits
+    images: Any = task.image_set.images("test")
+    if colour:
+        run: Any = pipeline("image-classification", str(folder), function_to_apply="none")
+        said = run([str(images.paths[number]) for number in evenly_spaced(len(images), 4)])
+        scores = [{entry["label"]: entry["score"] for entry in one} for one in said]
+        logits = torch.tensor([[one[name] for name in task.image_set.classes] for one in scores])
+    else:
+        grey = [Image.fromarray((255 * each[0]).round().byte().numpy()) for each in pixels]
+        processor = AutoImageProcessor.from_pretrained(folder)
+        with torch.no_grad():
+            opened = AutoModelForImageClassification.from_pretrained(folder)
+            logits = opened(**processor(grey, return_tensors="pt")).logits
+    assert torch.allclose(logits, expected, atol=0.01) and float(expected.std(0).mean()) > 0.1
+    reading = image_reading(folder, "vit", 8)  # as for a folder without its task
+    assert torch.allclose(reading.scaling(pixels), task.scaling(pixels))
 
 
 def test_without_a_processor_pixels_are_scaled_to_1_and_minus_1(tmp_path: Path) -> None:

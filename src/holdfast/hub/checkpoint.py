@@ -5,7 +5,7 @@ A folder is a Hugging Face folder (config, safetensors, generation config) that 
 `register` makes transformers open such folders after `import holdfast`. It adds four entries to transformers' registries,
 each when the module of that registry is imported (`REGISTRIES`): `import holdfast` does not import transformers.
 
-    AutoConfig       "model_type": "holdfast" gives the config of the changed model (`FolderConfig`)
+    AutoConfig       the model type of our folders gives the config of the changed model (`FolderConfig`)
     Auto classes     such a config gives the changed model (`register_models`, model_classes.py)
     quantisers       `MixtralForCausalLM.from_pretrained` finds a `quantization_config` that names Holdfast. Transformers
                      lets such a method change the modules of a fresh model before the weights are read; ours installs
@@ -31,6 +31,7 @@ from holdfast.hub.folder_files import (
     CODE,
     MODEL_TYPE,
     NEEDS_HOLDFAST,
+    QUANT_METHOD,
     check_files,
     check_folder,
     check_manifest,
@@ -73,11 +74,14 @@ def save(
 ) -> Path:
     """Write the model, its routers and their state (and a tokenizer or processor) to a folder, atomically.
 
+    Weights have the names and shapes of the family's checkpoints.
+
     `options` are those of `save_pretrained` (`max_shard_size`, `variant`, ...).
 
     An existing folder is replaced only with `force`. If the weights are sharded over ranks (FSDP2, `shard_experts`), every
     rank calls this, and the first one writes; otherwise every rank that calls it writes.
     """
+    _require_savable(model)
     _require_known_options(options)
     given, target = Path(path), Path(path).resolve()  # the given path may be a link to the folder
     if not is_sharded(model):
@@ -87,8 +91,19 @@ def save(
     on_first_rank(lambda: _require_free(target, force))
     state = gathered_state(model)
     with without_transformers_gather(model):
-        on_first_rank(lambda: _write(model, target, tokenizer, {"state_dict": state, **options}))
+        whole = {"state_dict": state, "save_original_format": True, **options}
+        on_first_rank(lambda: _write(model, target, tokenizer, whole))
     return given
+
+
+def _require_savable(model: Any) -> None:
+    """Raise ValueError for anything but a Hugging Face model, such as the wrapper of DDP."""
+    if hasattr(model, "save_pretrained"):
+        return
+    kind = type(model).__name__
+    if hasattr(getattr(model, "module", None), "save_pretrained"):
+        raise ValueError(f"this {kind} wraps the model; save the one inside, model.module.")
+    raise ValueError(f"{kind} is not a Hugging Face model: it has no save_pretrained.")
 
 
 def _require_known_options(options: dict[str, Any]) -> None:
@@ -112,9 +127,9 @@ def _require_free(target: Path, force: bool) -> None:
 
 def _write(model: Any, target: Path, tokenizer: Any, options: dict[str, Any]) -> None:
     def fill(folder: Path) -> None:
-        model.save_pretrained(folder, **options)
-        if tokenizer is not None:
+        if tokenizer is not None:  # first, because the model card says what the folder has
             tokenizer.save_pretrained(folder)
+        model.save_pretrained(folder, **options)
 
     replace_folder(target, fill)
 
@@ -234,7 +249,7 @@ def _first_line(problem: Exception) -> str:
 
 
 class FolderConfig:
-    """Mixin for `PreTrainedConfig`: the class of `"model_type": "holdfast"`, whose `from_dict` returns a changed config."""
+    """Mixin for `PreTrainedConfig`: the class of the model type of our folders; `from_dict` returns a changed config."""
 
     model_type = MODEL_TYPE
 
@@ -250,7 +265,7 @@ class HoldfastRouters:
     """Mixin for `QuantizationConfigMixin`: a folder's `quantization_config` that names Holdfast as the method."""
 
     def __init__(self, quantization_config: Any = None, **ignored: Any) -> None:
-        self.quant_method = MODEL_TYPE
+        self.quant_method = QUANT_METHOD
         self.quantization_config = quantization_config
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -344,9 +359,9 @@ def _register_quantizer(module: ModuleType) -> None:
     from transformers.quantizers.base import HfQuantizer
     from transformers.utils.quantization_config import QuantizationConfigMixin
 
-    if MODEL_TYPE not in module.AUTO_QUANTIZER_MAPPING:
-        module.register_quantization_config(MODEL_TYPE)(with_mixin(QuantizationConfigMixin, HoldfastRouters))
-        module.register_quantizer(MODEL_TYPE)(with_mixin(HfQuantizer, AppliesChanges))
+    if QUANT_METHOD not in module.AUTO_QUANTIZER_MAPPING:
+        module.register_quantization_config(QUANT_METHOD)(with_mixin(QuantizationConfigMixin, HoldfastRouters))
+        module.register_quantizer(QUANT_METHOD)(with_mixin(HfQuantizer, AppliesChanges))
 
 
 def _register_callback(module: ModuleType) -> None:

@@ -2,19 +2,20 @@
 
 config.json of a changed model:
 
-    {"model_type": "holdfast",                       # unknown to transformers without Holdfast: its Auto classes refuse it
+    {"model_type": MODEL_TYPE,                       # unknown to transformers without Holdfast: its Auto classes show it
      "transformers_weights": NEEDS_HOLDFAST,         # a model class that reads this level as its config finds no weights
      "model_config": {                               # the family's config, which the family's own class reads
         "model_type": "mixtral", ...,
-        "holdfast": {"format": 3, "layers": {...}},  # the routers
+        "holdfast": {"format": 4, "layers": {...}},  # the routers
         "quantization_config": {"quant_method": "holdfast"},   # with Holdfast imported, calls `AppliesChanges`
         "transformers_weights": NEEDS_HOLDFAST}}     # without Holdfast, no file of weights is found
 
-In format 1 the family's config is the upper level itself, with "holdfast" in it.
+Weights have the names and shapes of the family's checkpoints (one entry for each expert, in most families), which
+transformers converts when it saves and loads. Router state is beside them.
 
 holdfast.json is a manifest with checksums of the weights and of the description of routers: a file that is damaged or was
 changed raises an error before it is loaded. `check_folder` checks a folder; `require_all_used` and
-`require_fitting_files` check that its weights are those of the model. README.md is the model card.
+`require_fitting_files` check that its weights are those of the model.
 """
 
 import hashlib
@@ -29,11 +30,12 @@ from holdfast.files import LARGE, MIB, SMALL, read_json, require_regular, write_
 from holdfast.kernels.quantised import is_quantised
 from holdfast.model_size import require_sane_numbers
 
-MODEL_TYPE = "holdfast"
+# Transformers without Holdfast shows this in its error, before its advice to update Transformers.
+MODEL_TYPE = "holdfast (install it as README.md says, then import holdfast; updating Transformers does not help)"
+QUANT_METHOD = "holdfast"
 SECTION = "model_config"
 # In place of the name of a file of weights; transformers shows it in its error message.
 NEEDS_HOLDFAST = "this folder is read after `import holdfast`, or with holdfast.load"
-NO_DTYPE = "this folder is read with holdfast.load"  # an invalid dtype: in format 1 it makes a load without Holdfast fail
 
 # Entries of a config that name code: modules in the folder, or kernels to download.
 CODE = (
@@ -52,6 +54,7 @@ CODE = (
     "trust_remote_code",
 )
 UPPER = {"model_type", "transformers_version", "transformers_weights", SECTION, *CODE}  # entries of the upper level
+PROCESSOR = "preprocessor_config.json"
 MANIFEST, MANIFEST_FORMAT = "holdfast.json", 1
 FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]  # downloaded from a hub: no code, no pickles
 INDEX = "*.safetensors.index*.json"
@@ -76,16 +79,16 @@ LARGEST = {
 def wrapped_config(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content of config.json for the config `values` of a changed model."""
     quantised = values.get("quantization_config")
-    load_hook = {"quant_method": MODEL_TYPE, **({} if quantised is None else {"quantization_config": quantised})}
+    load_hook = {"quant_method": QUANT_METHOD, **({} if quantised is None else {"quantization_config": quantised})}
     section = {**values, "quantization_config": load_hook, "transformers_weights": NEEDS_HOLDFAST}
     version = {name: values[name] for name in ("transformers_version",) if name in values}
     return {"model_type": MODEL_TYPE, **version, "transformers_weights": NEEDS_HOLDFAST, SECTION: section}
 
 
 def description_of(written: Mapping[str, Any]) -> Any:
-    """Return the description of routers in a config.json, of either format; None if it has none."""
+    """Return the description of routers in a config.json; None if it has none."""
     section = written.get(SECTION)
-    return section.get("holdfast") if isinstance(section, dict) else written.get("holdfast")
+    return section.get("holdfast") if isinstance(section, dict) else None
 
 
 def is_modified(written: Mapping[str, Any], name: object) -> bool:
@@ -93,7 +96,8 @@ def is_modified(written: Mapping[str, Any], name: object) -> bool:
     is_holdfast = written.get("model_type") == MODEL_TYPE
     if is_holdfast != (description_of(written) is not None):
         raise ValueError(
-            f"{name}: its config was edited: its model_type and Holdfast's description of routers contradict each other."
+            f"{name}: its config was edited, or written by another version of Holdfast: its model_type and the description "
+            "of routers contradict each other."
         )
     return is_holdfast
 
@@ -110,18 +114,16 @@ def family_values(written: Mapping[str, Any], name: object) -> dict[str, Any]:
 def _family_values(written: Mapping[str, Any], name: object) -> dict[str, Any]:
     if not is_modified(written, name):
         return without_code(written)
-    description, section = description_of(written), written.get(SECTION)
+    description, section = description_of(written), written[SECTION]
     own_type = description.get("model_type") if isinstance(description, dict) else None
-    if isinstance(section, dict):
-        other = sorted(name for name in set(written) - UPPER if not name.startswith("_"))  # transformers adds some with "_"
-        if other:
-            raise ValueError(
-                f'{name}: its config has {other[0]!r} beside "{SECTION}", where it has no effect; move it into "{SECTION}".'
-            )
-        if section.get("model_type") != own_type:
-            raise ValueError(f"{name}: its config is for {section.get('model_type')!r}, its routers for {own_type!r}.")
-        return unwrapped_config(section)
-    return {**unwrapped_config(written), "model_type": own_type}
+    other = sorted(name for name in set(written) - UPPER if not name.startswith("_"))  # transformers adds some with "_"
+    if other:
+        raise ValueError(
+            f'{name}: its config has {other[0]!r} beside "{SECTION}", where it has no effect; move it into "{SECTION}".'
+        )
+    if section.get("model_type") != own_type:
+        raise ValueError(f"{name}: its config is for {section.get('model_type')!r}, its routers for {own_type!r}.")
+    return unwrapped_config(section)
 
 
 def unwrapped_config(section: Mapping[str, Any]) -> dict[str, Any]:
@@ -130,7 +132,7 @@ def unwrapped_config(section: Mapping[str, Any]) -> dict[str, Any]:
     if values.get("transformers_weights") == NEEDS_HOLDFAST:
         del values["transformers_weights"]
     hook = values.get("quantization_config")
-    if isinstance(hook, dict) and hook.get("quant_method") == MODEL_TYPE:
+    if isinstance(hook, dict) and hook.get("quant_method") == QUANT_METHOD:
         del values["quantization_config"]
         if hook.get("quantization_config") is not None:
             values["quantization_config"] = hook["quantization_config"]
@@ -138,8 +140,8 @@ def unwrapped_config(section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_code(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config without entries that name code, and without the invalid dtypes of format 1."""
-    return {name: _inner_without_code(value) for name, value in values.items() if name not in CODE and value != NO_DTYPE}
+    """Return a config without entries that name code."""
+    return {name: _inner_without_code(value) for name, value in values.items() if name not in CODE}
 
 
 def _inner_without_code(value: Any) -> Any:
@@ -292,6 +294,7 @@ def downloaded_folder(name: str, **options: Any) -> Path:
         ) from None
 
 
+Shapes = dict[str, tuple[int, ...]]  # of weights, by name
 REPORTED = {"missing_keys": "lacks", "unexpected_keys": "has unexpected", "mismatched_keys": "reshapes"}
 
 
@@ -332,23 +335,36 @@ def split_head_weights(found: Mapping[str, Any], model: Any, folder: object) -> 
 
 
 def require_fitting_files(files: Iterable[str], model: Any, layers: Iterable[str]) -> None:
-    """Raise ValueError if safetensors lack or add weights in the changed `layers`, or differ in shape from the model."""
+    """Raise ValueError if safetensors lack or add weights in the changed `layers`, or differ in shape from the model.
+
+    Weights have the names and shapes of the family's checkpoints or, in a Trainer's checkpoint, those of the model.
+    """
     from safetensors import safe_open
+    from transformers.core_model_loading import revert_weight_conversion
 
     files = list(files)
     prefix = f"{model.base_model_prefix}."
-    model_shapes = {name.removeprefix(prefix): tuple(value.shape) for name, value in model.state_dict().items()}
-    inside = tuple(f"{name.removeprefix(prefix)}." for name in layers)
-    file_shapes: dict[str, tuple[int, ...]] = {}
+    in_files: Shapes = {}
     for file in files:
         with safe_open(file, framework="pt") as content:
-            file_shapes |= {name.removeprefix(prefix): tuple(content.get_slice(name).get_shape()) for name in content.keys()}  # noqa: SIM118
+            in_files |= {name.removeprefix(prefix): tuple(content.get_slice(name).get_shape()) for name in content.keys()}  # noqa: SIM118
+
+    def shapes(state: Mapping[str, Any]) -> Shapes:
+        return {name.removeprefix(prefix): tuple(value.shape) for name, value in state.items()}
+
+    everything = model.state_dict()
+    layers = list(layers)
+    parts = [{name: everything[name] for name in everything if name.startswith(f"{layer}.")} for layer in layers]
+    if not all(shapes(part).items() <= in_files.items() for part in parts):
+        everything, *parts = (revert_weight_conversion(model, part) for part in (everything, *parts))
+    expected, changed = shapes(everything), [shapes(part) for part in parts]
+    # The family's name of a layer may differ from that in the model (block_sparse_moe, mlp), but it has as many steps.
+    steps = [layer.removeprefix(prefix).count(".") + 1 for layer in layers]
+    inside = tuple({f"{'.'.join(name.split('.')[:n])}." for n, part in zip(steps, changed, strict=True) for name in part})
     found = {
-        "missing_keys": [name for name in model_shapes.keys() - file_shapes.keys() if name.startswith(inside)],
-        "unexpected_keys": [name for name in file_shapes.keys() - model_shapes.keys() if name.startswith(inside)],
-        "mismatched_keys": [
-            name for name in model_shapes.keys() & file_shapes.keys() if model_shapes[name] != file_shapes[name]
-        ],
+        "missing_keys": [name for part in changed for name in part if name not in in_files],
+        "unexpected_keys": [name for name in in_files if name.startswith(inside) and name not in expected],
+        "mismatched_keys": [name for name in in_files if in_files[name] != expected.get(name, in_files[name])],
     }
     for key, what in REPORTED.items():
         _refuse(Path(files[0]).parent, what, sorted(found[key]))
@@ -357,49 +373,6 @@ def require_fitting_files(files: Iterable[str], model: Any, layers: Iterable[str
 def _refuse(folder: object, what: str, names: list[str]) -> None:
     if names:
         raise ValueError(f"{folder} {what} weights ({len(names)}, the first is {names[0]}): it does not fit its config.")
-
-
-CARD = """---
-library_name: holdfast
-{base}tags:
-- holdfast
-- mixture-of-experts
----
-
-# {title}
-
-A {family} model whose mixture-of-experts layers are routed by {routers}. Its routers are part of the model: load it with
-Holdfast, not with transformers alone.
-
-```
-pip install holdfast
-```
-
-```python
-import holdfast
-
-model = holdfast.load("path/to/this/folder")
-```
-
-After `import holdfast`, transformers can load it too: `AutoModelForCausalLM.from_pretrained`, `pipeline`, and all that use
-them. Start a program that does not import Holdfast with `holdfast run`: `holdfast run -- lm_eval --model hf ...`.
-"""
-
-
-def write_card(folder: Path, description: Mapping[str, Any]) -> None:
-    """Write the model card to README.md, unless there is one."""
-    if (folder / "README.md").exists():
-        return
-    layers = description["layers"].values()
-    routers = " and ".join(f"`{name}`" for name in dict.fromkeys(layer["router"] for layer in layers))
-    base = description.get("base_model")
-    text = CARD.format(
-        base=f"base_model: {base}\n" if base else "",
-        title=f"{base or description['model_type']}, routed by Holdfast",
-        family=base or description["model_type"],
-        routers=routers,
-    )
-    write_atomically(folder / "README.md", text)
 
 
 GGUF = "gguf"

@@ -21,10 +21,7 @@ from holdfast.routing.registry import HostModel
 from holdfast.routing.selection import Rule, Softmax
 from holdfast.version import VERSION
 
-# In format 1, layers have the names of the saved class; since format 2, those of its base model. Up to format 2 the option
-# `skip` of `ac` also counted the first MoE layer, which is never clustered, and `similarity` was of=attention, tau=1.
-FORMAT = 3
-READABLE = (1, 2, FORMAT)
+FORMAT = 4
 MOST_SHARED = 1024  # in a config from a folder
 NOT_A_ROUTER = (
     "SoftMoE and SMEAR are layers of their own, and reroute changes the routers of MoE layers only; make such layers from a "
@@ -101,28 +98,13 @@ def read_specs(description: Any) -> dict[str, LayerSpec]:
     """Return the specs of the entry "holdfast" of a config.json. It is untrusted: raise ValueError if a value is wrong."""
     if not isinstance(description, dict) or not isinstance(description.get("layers"), dict):
         raise ValueError('its config has no "holdfast" section that names layers.')
-    if description.get("format") not in READABLE:
-        reads = " and ".join(map(str, READABLE))
-        raise ValueError(f"it is written in format {description.get('format')!r}; this Holdfast ({VERSION}) reads {reads}.")
-    specs = {name: _read_layer(name, values) for name, values in description["layers"].items()}
-    if description["format"] < FORMAT:
-        specs = {name: _with_present_options(spec) for name, spec in specs.items()}
-    return specs
-
-
-def _with_present_options(spec: LayerSpec) -> LayerSpec:
-    """Return the spec of an earlier format with options that mean the same now."""
-    names, options = spec.router.split("+"), dict(spec.options)
-    if "ac" in names and type(options.get("skip")) is int:
-        options["skip"] = max(options["skip"] - 1, 0)
-    if "similarity" in names:
-        options = {"of": "attention", "tau": 1.0, **options}
-    return replace(spec, options=options)
+    if description.get("format") != FORMAT:
+        raise ValueError(f"it is written in format {description.get('format')!r}; this Holdfast ({VERSION}) reads {FORMAT}.")
+    return {name: _read_layer(name, values) for name, values in description["layers"].items()}
 
 
 def _read_layer(name: str, values: Any) -> LayerSpec:
     known = {entry.name for entry in fields(LayerSpec)}
-    values = {"shared": None, **values} if isinstance(values, dict) else values  # earlier versions wrote no such entry
     if not isinstance(values, dict) or set(values) != known:
         wrong = sorted(map(str, set(values) ^ known)) if isinstance(values, dict) else [type(values).__name__]
         raise ValueError(f"layer {name!r} must have the entries {', '.join(sorted(known))} (wrong: {', '.join(wrong)}).")

@@ -59,7 +59,7 @@ def write_checkpoint(
     guard()
     remove_folder(checkpoint, folder)  # an incomplete one: its files must not mix with the new ones
     with writing_checkpoint(checkpoint, guard):
-        model.save_pretrained(checkpoint)
+        model.save_pretrained(checkpoint, save_original_format=False)  # `load_weights` needs the names of the model
         safetensors.torch.save_file(_moments(model, optimizer), checkpoint / OPTIMIZER)
         safetensors.torch.save_file(_random_states(), checkpoint / RANDOM)
         write_atomically(checkpoint / LOOP_STATE, json.dumps(asdict(state)) + "\n")

@@ -1,5 +1,6 @@
 """The image processor of a checkpoint, which resizes, crops and scales images as the model was trained.
 
+`written_processor` makes the one that is saved with a trained model, and `image_reading` uses that of any checkpoint:
 transformers' own class does the work, in two steps, because attacks and corruptions change pixels between 0 and 1: `prepare`
 resizes and crops an image file, and `scaling` is what follows. A processor that does something else is refused. Its file is
 untrusted: entries that name code are dropped, and nothing else of the folder is read.
@@ -17,10 +18,10 @@ import numpy as np
 from holdfast.data import PixelScaling
 from holdfast.data.labelled_images import Prepare
 from holdfast.files import read_json
-from holdfast.hub.folder_files import check_files, without_code
+from holdfast.hub.folder_files import PROCESSOR, check_files, without_code
 
-PROCESSOR = "preprocessor_config.json"
 KINDS = ("ImageProcessor", "ImageProcessorFast", "ImageProcessorPil", "FeatureExtractor")
+BILINEAR = 2  # of Pillow, as in data/labelled_images.py
 LARGEST = 2**13  # pixels per side
 TOLERANCE = 1e-4  # of scaled values, which are between about -3 and 3
 
@@ -59,6 +60,21 @@ def image_reading(folder: Path, model_type: str, size: int) -> ImageReading:
 
     _check(processor, prepare, scaling, size, file)
     return ImageReading(scaling, prepare)
+
+
+def written_processor(scaling: PixelScaling, shape: tuple[int, int, int]) -> Any:
+    """Return transformers' image processor that reads images as training did: (channels, size, size) pixels, scaled."""
+    from transformers import CLIPImageProcessorPil
+
+    channels, size, _ = shape
+    return CLIPImageProcessorPil(
+        size={"shortest_edge": size},
+        crop_size={"height": size, "width": size},
+        resample=BILINEAR,
+        image_mean=list(scaling.mean) * (channels // len(scaling.mean)),
+        image_std=list(scaling.std) * (channels // len(scaling.std)),
+        do_convert_rgb=channels == 3,
+    )
 
 
 def _processor(values: dict[str, Any], model_type: str, file: Path) -> Any:
@@ -102,16 +118,17 @@ def _check(processor: Any, prepare: Prepare, scaling: PixelScaling, size: int, f
     import torch
     from PIL import Image
 
-    values = np.random.default_rng(0).integers(0, 256, (size + 3, size + 10, 3), dtype=np.uint8)
-    image = Image.fromarray(values)
+    channels = 1 if len(scaling.mean) == 1 and getattr(processor, "do_convert_rgb", None) is False else 3
+    values = np.random.default_rng(0).integers(0, 256, (size + 3, size + 10, channels), dtype=np.uint8)
+    image = Image.fromarray(values.squeeze(-1) if channels == 1 else values)
     try:
         whole = np.asarray(processor(image, return_tensors="np")["pixel_values"][0], dtype=np.float64)
         made = prepare(image)
     except (AttributeError, KeyError, TypeError, ValueError) as problem:
         raise ValueError(f"{file} cannot be used: {' '.join(str(problem).split())}.") from None
-    if made.shape != (size, size, 3):
+    if made.shape != (size, size, channels):
         shape = " x ".join(map(str, made.shape))
-        raise ValueError(f"{file} makes images of {shape}, and the model reads images of {size} x {size} x 3.")
+        raise ValueError(f"{file} makes images of {shape}, and the model reads images of {size} x {size} x {channels}.")
     scaled = scaling(torch.from_numpy(made).permute(2, 0, 1)[None].float() / 255)[0].double().numpy()
     if whole.shape != scaled.shape or not np.allclose(whole, scaled, atol=TOLERANCE * max(1.0, float(abs(whole).max()))):
         raise ValueError(f"{file} does more than resize, crop and scale by a mean and a standard deviation.")

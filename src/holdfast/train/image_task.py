@@ -33,6 +33,7 @@ from holdfast.train.image_attacks import (
     error_percent,
     per_image,
 )
+from holdfast.train.image_processor import written_processor
 from holdfast.train.image_size_check import require_patches, scale_warning, size_line
 from holdfast.train.recipe import Recipe
 from holdfast.train.shifted_tests import CleanImages, ShiftedTests, recognise_all
@@ -115,6 +116,10 @@ class ImageTask(Task):
     def state(self) -> dict[str, Any]:
         scaling = {} if self.scaling == PixelScaling() else {"scaling": asdict(self.scaling)}
         return {"classes": list(self.image_set.classes), "checksum": self.image_set.checksum, **scaling}
+
+    def processor(self) -> Any:
+        """Return transformers' image processor that reads images as this task does."""
+        return written_processor(self.scaling, self.image_set.images("train").shape)
 
     def initial_model(self) -> Any:
         channels, height, width = self.image_set.images("train").shape

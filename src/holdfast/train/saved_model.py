@@ -120,9 +120,10 @@ class TrainedModel:
 
 def save_trained(model: Any, task: Task, folder: Path) -> None:
     """Save the model and its task into the folder."""
-    own = getattr(task, "tokenizer", None)
+    own: Any = getattr(task, "tokenizer", None)
+    reads = task.processor() if isinstance(task, ImageTask) else own.tokenizer if isinstance(own, HubTokenizer) else None
     try:
-        save(model, folder / MODEL, force=True, tokenizer=own.tokenizer if isinstance(own, HubTokenizer) else None)
+        save(model, folder / MODEL, force=True, tokenizer=reads)
     except WRITE_ERRORS as problem:
         raise write_error(folder / MODEL, problem) from problem
     routers = sorted({spec.router for spec in specs_of(model).values()})

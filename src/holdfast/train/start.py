@@ -25,7 +25,7 @@ from holdfast.data import PixelScaling, Tokenizer
 from holdfast.data.tokenizers import Bytes, HubTokenizer, Vocabulary
 from holdfast.files import read_json
 from holdfast.hub.checkpoint import load_with_head, local_folder
-from holdfast.hub.folder_files import check_files, family_values, sha256_of
+from holdfast.hub.folder_files import PROCESSOR, check_files, family_values, sha256_of
 from holdfast.model_size import build_or_refuse
 from holdfast.train.recipe import ModelPart
 from holdfast.train.task_record import MODEL, is_trained, read_record
@@ -36,7 +36,6 @@ HEADS = {  # Auto classes of transformers
     "images": "AutoModelForImageClassification",
 }
 OF_DATA = ("vocab_size", "image_size", "num_channels")  # entries that a checkpoint has, and that the data must fit
-PROCESSOR = "preprocessor_config.json"
 
 logger = logging.getLogger("holdfast")
 
