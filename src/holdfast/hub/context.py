@@ -430,9 +430,7 @@ class ContextCapture:
         if not self.reads_mask or captured.keys is None:
             return None
         keys, length = captured.keys, tokens.shape[1]
-        keys = (
-            keys if earlier.past is None else min(keys, earlier.past + length)
-        )  # a static cache ends in unwritten positions
+        keys = keys if earlier.past is None else min(keys, earlier.past + length)  # a static cache has unwritten rows
         mask = captured.mask if isinstance(captured.mask, Tensor) else None
         if mask is not None:
             mask = mask[..., :keys] if mask.dim() == 4 else None  # a 2-D mask is padding only
