@@ -41,7 +41,7 @@ class Tell(Protocol):
     def __call__(self, done: float, phase: str, detail: str = "") -> None: ...
 
 
-def one_line(problem: Exception | str) -> str:
+def one_line(problem: BaseException | str) -> str:
     """Return an error's message as one printable line: it may quote a file, with line ends and control characters."""
     text = " ".join(str(problem).split())
     shown = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
