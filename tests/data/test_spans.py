@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -131,6 +132,19 @@ def test_the_spans_of_a_hub_tokeniser_are_the_places_of_its_tokens(kind: str, tm
     for document, own in zip(DOCUMENTS, tokenizer.spans(DOCUMENTS), strict=True):  # every character is in some token
         covered = {place for start, end in own.tolist() for place in range(start, end)}
         assert all(letter.isspace() for place, letter in enumerate(document.text) if place not in covered)
+
+
+def test_tokens_and_their_places_come_from_one_encoding_of_each_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = hub(tmp_path, "bytes")
+    expected = tokenizer.stream(DOCUMENTS), list(tokenizer.spans(DOCUMENTS))
+    encode, encoded = tokenizer._encode, list[str]()
+    monkeypatch.setattr(tokenizer, "_encode", lambda texts, **options: encoded.extend(texts) or encode(texts, **options))
+    tokens, spans = tokenizer.stream_with_spans(DOCUMENTS)
+    assert torch.equal(tokens, expected[0]) and tokens.dtype == expected[0].dtype
+    assert all(np.array_equal(one, other) for one, other in zip(spans, expected[1], strict=True))
+    assert encoded == [document.text for document in DOCUMENTS]
 
 
 def test_a_slow_tokeniser_has_no_spans_and_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import json
 from abc import ABC, abstractmethod
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, final
@@ -61,6 +61,10 @@ class Tokenizer(ABC):
     @abstractmethod
     def spans(self, documents: Iterable[Document]) -> Iterator[Spans]:
         """Yield (T,2) for each document: the characters of its tokens in `pieces`, empty for ends and joints."""
+
+    def stream_with_spans(self, documents: Sequence[Document]) -> tuple[Tensor, list[Spans]]:
+        """Return what `stream` and `spans` return, with one encoding of the texts where the tokeniser allows it."""
+        return self.stream(documents), list(self.spans(documents))
 
     def stream(self, documents: Iterable[Document], limit: int | None = None) -> Tensor:
         """Return all documents as one sequence in a small integer type, or its first `limit` tokens without reading more."""
@@ -266,24 +270,35 @@ class HubTokenizer(Tokenizer):
         return checksum([state.encode()])
 
     def pieces(self, documents: Iterable[Document]) -> Iterator[Tensor]:
-        end = [] if self.end is None else [self.end]
         for batch in _batches(documents):
-            texts = [document.text for document in batch]
             with failures(self._failed):  # also a number that is too large
-                rows = self._encode(texts)["input_ids"]
-                piece = torch.tensor([number for row in rows for number in (*row, *end)], dtype=torch.int32)
+                piece = self._joined(self._encode([document.text for document in batch]))
             yield piece
 
     def spans(self, documents: Iterable[Document]) -> Iterator[Spans]:
+        return (own for _, spans in self._pieces_with_spans(documents) for own in spans)
+
+    def stream_with_spans(self, documents: Sequence[Document]) -> tuple[Tensor, list[Spans]]:
+        pieces, spans = zip(*self._pieces_with_spans(documents), strict=True)
+        return torch.cat(pieces), list(itertools.chain.from_iterable(spans))
+
+    def _pieces_with_spans(self, documents: Iterable[Document]) -> Iterator[tuple[Tensor, list[Spans]]]:
+        """Yield the tokens of several documents, and the spans of each."""
         if not self.tokenizer.is_fast:
             raise ValueError(f"{self.name} has a slow tokeniser, which does not give the places of its tokens in a text.")
         for batch in _batches(documents):
             texts = [document.text for document in batch]
             with failures(self._failed):
-                rows = self._encode(texts, return_offsets_mapping=True)["offset_mapping"]
-            for text, row in zip(texts, rows, strict=True):
-                end = [] if self.end is None else [(len(text), len(text))]
-                yield np.array([*row, *end], dtype=np.int64).reshape(-1, 2)
+                found = self._encode(texts, return_offsets_mapping=True)
+                piece = self._joined(found)
+            ends = [[] if self.end is None else [(len(text), len(text))] for text in texts]
+            rows = zip(found["offset_mapping"], ends, strict=True)
+            yield piece, [np.array([*row, *end], dtype=np.int64).reshape(-1, 2) for row, end in rows]
+
+    def _joined(self, encoded: Any) -> Tensor:
+        """Return the tokens of all texts in one sequence, each with the token that ends a document."""
+        end = [] if self.end is None else [self.end]
+        return torch.tensor([number for row in encoded["input_ids"] for number in (*row, *end)], dtype=torch.int32)
 
     def _encode(self, texts: list[str], **options: Any) -> Any:
         return self.tokenizer(texts, add_special_tokens=False, verbose=False, **options)

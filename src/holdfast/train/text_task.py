@@ -157,7 +157,12 @@ class TextTask(Task):
         """Return the spans of tokens, for a vocabulary of words: a change inside a token would make that token unknown."""
         if not isinstance(self.tokenizer, Vocabulary) or not self.tokenizer.words:
             return None
-        return list(self.tokenizer.spans(self._test))
+        return self._clean[1]
+
+    @cached_property
+    def _clean(self) -> tuple[Tensor, list[Spans]]:
+        """The tokens of the test text, and their places in its documents."""
+        return self.tokenizer.stream_with_spans(self._test)
 
     @cached_property
     def swaps(self) -> tuple[ScoredText, ScoredText]:
@@ -184,11 +189,11 @@ class TextTask(Task):
     def scored_texts(self, attack: AttackedText) -> tuple[ScoredText, ScoredText]:
         """Return the clean text and the attacked one, each with the tokens that the attack does not change."""
         changed = [Document(old.title, new.encode()) for old, new in zip(self._test, attack.texts, strict=True)]
-        before, after = self._blocks(self._test), self._blocks(changed)
+        (clean, clean_spans), (attacked, attacked_spans) = self._clean, self.tokenizer.stream_with_spans(changed)
+        before, after = (Blocks(tokens, self.recipe.data.length) for tokens in (clean, attacked))
         places: list[tuple[Tensor, Tensor]] = []  # of common tokens, in both token sequences
         starts = [0, 0]
-        all_spans = (self.tokenizer.spans(documents) for documents in (self._test, changed))
-        for number, spans in enumerate(zip(*all_spans, strict=True)):
+        for number, spans in enumerate(zip(clean_spans, attacked_spans, strict=True)):
             common = attack.common_tokens(number, *spans)
             places.append(tuple(torch.from_numpy(own) + start for own, start in zip(common, starts, strict=True)))  # type: ignore[arg-type]
             starts = [start + len(own) for start, own in zip(starts, spans, strict=True)]
