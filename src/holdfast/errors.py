@@ -22,13 +22,13 @@ class MissingExtra(ImportError, ValueError):
 
 
 def missing_extra_message(purpose: str, *modules: str) -> str | None:
-    """Return a message that names the modules that are not installed; None if all are installed."""
+    """Return what is missing and how to install it, without a full stop; None if all modules are installed."""
     missing = [module for module in modules if find_spec(module) is None]
-    return f"{purpose} needs {' and '.join(missing)}; install the extra `lab`: run {INSTALL}." if missing else None
+    return f"{purpose} needs {' and '.join(missing)}; install the extra `lab`: run {INSTALL}" if missing else None
 
 
 def require_extra(purpose: str, *modules: str) -> None:
     """Raise MissingExtra unless all `modules`, which belong to the extra `lab`, are installed."""
     message = missing_extra_message(purpose, *modules)
     if message is not None:
-        raise MissingExtra(message)
+        raise MissingExtra(f"{message}.")

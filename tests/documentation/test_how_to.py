@@ -41,6 +41,14 @@ def reentrant_checkpointing(folder: Path) -> None:
     model(input_ids=TOKENS, labels=TOKENS).loss.backward()
 
 
+def accumulation_of_logits(folder: Path) -> None:
+    model = rerouted(losses=holdfast.Losses(balance=0.01)).train()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(2):
+            model(input_ids=TOKENS).logits.sum().backward()
+
+
 def two_backwards(folder: Path) -> None:
     model = rerouted(losses=holdfast.Losses(balance=0.01)).train()
     logits = model(input_ids=TOKENS).logits
@@ -180,7 +188,7 @@ def opened_without_holdfast(folder: Path) -> None:
 
 # The pages with all refusals that they quote, in the order of the page.
 REFUSALS: dict[str, list[Callable[[Path], None]]] = {
-    "trainer": [reentrant_checkpointing, two_backwards],
+    "trainer": [reentrant_checkpointing, accumulation_of_logits, two_backwards],
     "trl": [reference_of_a_changed_model],
     "peft": [adapter_of_other_routers, adapter_for_each_row, ia3_where_attention_reads],
     "several-gpus": [uneven_experts, save_pretrained_of_a_part],

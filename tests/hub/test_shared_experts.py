@@ -111,13 +111,6 @@ def test_shared_experts_are_saved_loaded_and_kept_by_reroute(family: str, tmp_pa
     assert {spec.shared for spec in specs_of(again).values()} == {2}
 
 
-def test_a_config_from_before_shared_experts_is_read() -> None:
-    described = json.loads(json.dumps(describe("llama", specs_of(holdfast.sparsify(tiny_dense("llama"), experts=4)))))
-    for values in described["layers"].values():
-        del values["shared"]
-    assert {spec.shared for spec in read_specs(described).values()} == {None}
-
-
 @pytest.mark.parametrize("value", [0, -1, "2", 1.5, True, 2**62])
 def test_a_wrong_number_of_shared_experts_in_a_config_is_refused(value: Any) -> None:
     described = json.loads(json.dumps(describe("llama", specs_of(holdfast.sparsify(tiny_dense("llama"), experts=4)))))

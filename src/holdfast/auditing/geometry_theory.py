@@ -113,7 +113,7 @@ def _slopes(tokens: LayerTokens, strip: float) -> dict[str, Any]:
 
 def _tsne(tokens: LayerTokens, seed: int) -> dict[str, Any]:
     if message := missing_extra_message("t-SNE of router inputs", "sklearn"):
-        raise ValueError(message)
+        raise ValueError(f"{message}.")
     places, kept = tsne_coordinates(tokens.tokens.cpu(), most=MOST_DRAWN, seed=seed)
     first = tokens.keys.logits.cpu().argmax(1)[kept]
     size = float(places.abs().max()) or 1.0

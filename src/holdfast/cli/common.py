@@ -150,7 +150,6 @@ def forwards(model: Any, what: str, total: int | None) -> Iterator[None]:
         tell(done, what)
 
     with bar(total, leave=False) as tell:
-        tell(0, what)
         handle = model.register_forward_pre_hook(count, with_kwargs=True)
         try:
             yield
