@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from holdfast.attacks import AttackWarning, attack_routes
+from holdfast.attacks.threat import check_budget
 from holdfast.data import ExampleOrder
 from holdfast.hub import has_routers, router_calls, trace
 from holdfast.hub.tracing import require_known_tokens
@@ -241,6 +242,7 @@ def attack_routers(model: Any, task: Task, *, budget: float, steps: int, tokens:
     """Attack each layer's router on its own inputs, for the first probe sequences with about `tokens` tokens in all."""
     if tokens < 1:
         raise ValueError(f"examples is {tokens}; attack at least 1 token.")
+    check_budget(budget)
     probe = task.probe()
     length = next(iter(probe.values())).shape[1] if "input_ids" in probe else 1
     few = {name: tensor[: max(1, tokens // length)] for name, tensor in probe.items()}
