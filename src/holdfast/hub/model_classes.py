@@ -386,7 +386,7 @@ def _with_transformers(folder: Path, model: Any) -> str:
     task, needed = PIPELINES.get(auto, ("", ""))
     if not needed or not (folder / needed).is_file():
         return text
-    if needed == PROCESSOR and model.config.num_channels != 3:  # a pipeline makes RGB of every image
+    if needed == PROCESSOR and getattr(model.config, "num_channels", 3) != 3:  # a pipeline makes RGB of every image
         name, line = "AutoImageProcessor", 'processor = AutoImageProcessor.from_pretrained(".")'
         sentence = 'It reads grey images. Its processor reads them: `processor(image.convert("L"), return_tensors="pt")`:'
     else:

@@ -132,7 +132,7 @@ def every_attack_table(results: Results) -> Iterator[dict[str, str]]:
         cells = results.cells_of(row)
         columns = {}
         for name in names:
-            columns[name] = decimal(mean_of(_results_of(cells, name), float))
+            columns[name] = decimal(mean_of(_results_of(cells, name), float), results.run.measure.digits)
             if any(trial.cost for cell in results.cells if (trial := cell.trials.get(name))):
                 nats = [trial.cost.mean for cell in cells if (trial := cell.trials.get(name)) and trial.cost]
                 mean = mean_of([number for number in nats if number is not None], float)
