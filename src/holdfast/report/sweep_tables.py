@@ -62,7 +62,9 @@ def side_by_side(results: Results) -> tuple[list[str], list[dict[str, str]]]:
         return [], []
     routers = list(dict.fromkeys(row.router for row in results.rows))
     found = {(row.router, row.setting_label): row for row in results.rows}
-    return results.settings, [dict(_columns(label, routers, found, results.run.measure.digits)) for label in results.settings]
+    return results.settings, [
+        dict(_columns(label, routers, found, results.run.measure.digits)) for label in results.settings
+    ]
 
 
 def _columns(label: str, routers: list[str], found: dict[tuple[str, str], Row], digits: int) -> Iterator[tuple[str, str]]:
