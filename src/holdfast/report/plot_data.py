@@ -159,7 +159,7 @@ def every_attack(results: Results) -> Plot:
             data.append(trace(place, seeds, where, mode="markers", marker=small, opacity=0.45, hoverinfo="skip"))
         if means:
             large = {"size": 11, "symbol": symbol(place), "line": {"width": 2}}
-            hover = f"{escaped(row.label)}, %{{y}}: %{{x:.2f}}<extra></extra>"
+            hover = f"{escaped(row.label)}, %{{y}}: %{{x:.{measure.digits}f}}<extra></extra>"
             data.append(trace(place, [*means.values()], [*means], mode="markers", marker=large, hovertemplate=hover))
     layout = {"xaxis": {"title": {"text": escaped(measure.name)}}, "yaxis": names_axis(), "height": plot_height(data)}
     caption = f"{measure.sentence} Large marks are means over seeds, small ones single seeds."
