@@ -31,10 +31,8 @@ from holdfast.files import read_bytes
 say = logging.getLogger("holdfast")
 GROUPS = ("holdfast.plugins", "holdfast.routers")
 SHOWN = 12  # characters of a checksum in messages and module names
-PLUGIN_ERRORS = (
-    Exception,
-    SystemExit,
-)  # code of a plugin may raise anything, and must not end a command as if it had worked
+# Code of a plugin may raise anything, and must not end a command as if it had worked.
+PLUGIN_ERRORS = (Exception, SystemExit)
 
 
 class Named(Protocol):

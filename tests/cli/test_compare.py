@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +16,12 @@ from tiers import quick_or_slow
 from wording import mentions
 
 import holdfast
+from holdfast.cli.compare import print_table
 from holdfast.comparing import matched_baseline
 from holdfast.errors import MissingExtra
 from holdfast.report import read_results
 from holdfast.train.recipe import parse_routers
+from holdfast.train.task import Measure
 
 SMALL = [
     "training.steps=6",
@@ -29,6 +32,18 @@ SMALL = [
     "model.config.intermediate_size=32",
     "sparse.hidden=16",
 ]
+
+
+def test_figures_up_to_1_are_shown_with_four_decimals(capsys: pytest.CaptureFixture[str]) -> None:
+    score = {"router": "smoe", "seeds": [0, 1, 2], "parameters": 1, "experts_per_token": 2.0, "examples": {}}
+    change = {"mean": 0.0123, "low": 0.0041, "high": 0.0205, "over": "seeds and examples"}
+    rows = [
+        {**score, "clean": 0.8612, "attacked": 0.4},
+        {**score, "router": "ac", "clean": 0.8735, "attacked": 0.4, "clean, difference": change},
+    ]
+    task = SimpleNamespace(measure=Measure("Pearson", "Pearson correlation", "none", better="higher"))
+    print_table(rows, SimpleNamespace(task=task), "texts")  # type: ignore[arg-type]
+    assert mentions(capsys.readouterr().out, "0.8612", "0.8735", "+0.0123", "(+0.004 to", "+0.021)")
 
 
 @pytest.fixture

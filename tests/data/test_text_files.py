@@ -94,11 +94,11 @@ def test_a_file_that_exists_twice_is_an_error(tmp_path: Path) -> None:
 def test_a_disk_in_place_of_a_folder_of_texts_is_not_searched_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def walk(folder: Path) -> Iterator[tuple[str, list[str], list[str]]]:
         for number in range(1000):
-            yield f"{folder}/{number}", [], ["file"] * 11
+            yield f"{folder}/{number}", [], ["file"] * 110
         raise AssertionError("all of the disk was searched")
 
     monkeypatch.setattr(os, "walk", walk)
-    with pytest.raises(ValueError, match=r"has over 10,000 files that are not texts \(\.txt\); name a folder"):
+    with pytest.raises(ValueError, match=r"has over 100,000 files that are not texts \(\.txt\); name a folder"):
         corpus(tmp_path)
 
 

@@ -372,6 +372,14 @@ def test_a_model_card_names_nothing_of_this_machine(name: Any, tmp_path: Path, m
     assert card.data.base_model is None and str(name) not in card.text
 
 
+def test_the_card_of_a_model_that_reads_images_in_a_part_of_it(tmp_path: Path) -> None:
+    from transformers import CLIPImageProcessorPil, SiglipConfig, SiglipForImageClassification
+
+    model = holdfast.sparsify(SiglipForImageClassification(SiglipConfig(**CONFIGS["siglip"])), experts=2, k=1)
+    folder = holdfast.save(model, tmp_path / "out", tokenizer=CLIPImageProcessorPil())
+    assert 'pipeline("image-classification", ".")' in (folder / "README.md").read_text()
+
+
 def test_a_card_that_is_there_stays(tmp_path: Path) -> None:
     model = holdfast.reroute(tiny("mixtral"), "smoe")
     (tmp_path / "README.md").write_text("mine")

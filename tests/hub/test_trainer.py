@@ -144,6 +144,16 @@ def test_the_trainer_logs_what_each_router_loss_adds(accumulated: int, tmp_path:
         assert added["router/balance"] == pytest.approx(0.1 * 3, rel=0.5)  # three layers; 1 if the load is uniform
 
 
+def test_a_second_training_logs_none_of_the_steps_of_the_first_one(tmp_path: Path) -> None:
+    model = holdfast.reroute(tiny("mixtral"), "smoe", losses=Losses(balance=0.1))
+    run = trainer(model, tmp_path, learning_rate=0.0, max_steps=HALF + 1, logging_steps=HALF)  # the last step is not logged
+    logged = []
+    for _ in range(2):
+        run.train()
+        logged += [entry["router/balance"] for entry in run.state.log_history if "router/balance" in entry]
+    assert len(logged) == 2 and logged[0] == pytest.approx(logged[1], rel=1e-6)
+
+
 def test_every_trainer_has_the_callback_once() -> None:
     import transformers.trainer
 

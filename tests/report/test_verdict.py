@@ -121,6 +121,8 @@ def test_correlations_are_better_if_higher() -> None:
     results = parse(content)
     assert "1.5 worse than smoe, top 3" in verdict(results)[0] and results.run.measure.sentence.endswith("higher is better.")
     assert "right of 0 is better" in differences(results).caption
+    content["rows"][0]["clean"] = 0.8712
+    assert next(main_table(parse(content)))["clean Pearson"] == "0.8712"  # with two decimals, routers would look equal
 
 
 def test_a_router_without_enough_seeds_is_set_apart() -> None:

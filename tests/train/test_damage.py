@@ -21,7 +21,14 @@ from holdfast.locking import LockLostError
 from holdfast.train import Cell, Comparison, Recipe, build_model, make_task, parse_routers, train
 from holdfast.train.cells import merge_results
 from holdfast.train.comparison import STORED
-from holdfast.train.run_folder import TRAINER_FILES, find_damage, write_checkpoint_manifest, write_json, write_with_checksum
+from holdfast.train.run_folder import (
+    TRAINER_FILES,
+    claim,
+    find_damage,
+    write_checkpoint_manifest,
+    write_json,
+    write_with_checksum,
+)
 
 SMALL = {"training.steps": 6, "training.save_every": 2, "data.test_bytes": 800, "model.config.attention_dropout": 0.2}
 CELL = "smoe-seed0"
@@ -153,6 +160,15 @@ def test_a_damaged_checkpoint_is_skipped_for_an_older_one(
     (said,) = (record.getMessage() for record in caplog.records if record.name == "holdfast")
     assert "\n" not in said and "checkpoint-2" in said
     assert "checkpoint-4" in said and re.search(reason, said)
+
+
+def test_the_run_file_of_another_program_is_kept(tmp_path: Path) -> None:
+    write_json(tmp_path / "run.json", {"mine": 1})
+    with pytest.raises(ValueError, match="belongs to another run"):
+        claim(tmp_path, {"holdfast": "1", "recipe": {}})
+    write_json(tmp_path / "run.json", {"holdfast": "1", "recipe": {"steps": 2}})  # begun, and corrected
+    claim(tmp_path, {"holdfast": "1", "recipe": {}})
+    assert json.loads((tmp_path / "run.json").read_text()) == {"holdfast": "1", "recipe": {}}
 
 
 def test_every_damage_is_found(interrupted: Path, tmp_path: Path) -> None:

@@ -166,9 +166,12 @@ def print_table(rows: list[dict[str, Any]], comparison: Comparison, title: str) 
     for column in columns:
         table.add_column(column, no_wrap=column == "router", min_width=14 if column in ("difference", "cost") else None)
     for row in rows:
-        clean, attacked = (_beside(row, rows[0], row.get(f"{text}, difference")) for text in ("clean", "attacked"))
-        figures = [_number(row["clean"]), clean, *([_number(row["attacked, clean"])] if some else [])]
-        figures += [_number(row["attacked"]), _cost(row.get("cost")) if costs else attacked]
+        clean, attacked = (
+            _beside(row, rows[0], row.get(f"{text}, difference"), measure.digits) for text in ("clean", "attacked")
+        )
+        shown = {text: _number(row.get(text), measure.digits) for text in ("clean", "attacked, clean", "attacked")}
+        figures = [shown["clean"], clean, *([shown["attacked, clean"]] if some else [])]
+        figures += [shown["attacked"], _cost(row.get("cost")) if costs else attacked]
         if "apart" in row and row is not rows[0]:
             table.add_section()
         setting = (written_value(row.get("settings", {}).get(key)) for key in swept)
@@ -292,8 +295,8 @@ def _in_thousands(count: int) -> str:
     return f"{count / 1e6:.1f} M" if count >= 10_000_000 else f"{count / 1e3:.1f} k"
 
 
-def _number(value: float | None) -> str:
-    return "NaN" if value is None else f"{value:.2f}"
+def _number(value: float | None, digits: int = 2) -> str:
+    return "NaN" if value is None else f"{value:.{digits}f}"
 
 
 def _beside(row: dict[str, Any], baseline: dict[str, Any], difference: dict[str, Any] | None, digits: int = 2) -> str:

@@ -175,13 +175,14 @@ def against_majority(majority: dict[str, Any], measure: Any) -> str:
     mean, low, high = difference["mean"], difference["low"], difference["high"]
     if mean < 0:
         low, high = (None, None) if low is None else (-high, -low)
-    amount, unit = (f"{abs(mean):.2f}", " points") if by_error else (f"{abs(mean):.4f}", "")
+    digits, unit = measure.digits, " points" if by_error else ""
+    amount = f"{abs(mean):.{digits}f}"
     word = "as good" if not float(amount) else f"{'worse' if worse else 'better'} by {amount}{unit}"
-    said = f"Always predicting the most frequent class has {majority['figure']:.2f}; the model is {word}"
+    said = f"Always predicting the most frequent class has {majority['figure']:.{digits}f}; the model is {word}"
     if low is None or high is None:
         return f"{said} (no interval)."
     unclear = ", no clear difference" if low <= 0 <= high else ""
-    return f"{said} (95% interval {low:+.2f} to {high:+.2f}, {difference['examples']} examples{unclear})."
+    return f"{said} (95% interval {low:+.{digits}f} to {high:+.{digits}f}, {difference['examples']} examples{unclear})."
 
 
 def print_routing(routing: dict[str, Any] | None) -> None:

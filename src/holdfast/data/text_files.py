@@ -26,7 +26,7 @@ from holdfast.data.files import PACKED, find_file, read_text, unpacked_name
 
 SEPARATED, JSON_LINES = (".csv", ".tsv"), (".jsonl", ".ndjson")
 SPLIT_FILES = {"train": ["train.txt"], "valid": ["valid.txt", "validation.txt", "dev.txt"], "test": ["test.txt"]}
-MOST_OTHERS = 10_000  # files in a folder of texts that are not texts
+MOST_OTHERS = 100_000  # files in a folder of texts that are not texts: to find them takes about a second
 # If no column is named, the first of these that the table has is read.
 TEXT_COLUMNS = ("text", "sentence", "content", "document", "body", "article")
 

@@ -50,7 +50,8 @@ from holdfast.routing.cache import (
     router_cache_of,
     static_router_cache_of,
 )
-from holdfast.routing.state import PerThread, StatefulPart
+from holdfast.routing.state import StatefulPart
+from holdfast.routing.threads import PerThread
 
 NOT_CAUSAL = "in this causal model the router lets a token's routing depend on later tokens"
 NOT_CAUSAL_IN_TRAINING = (

@@ -229,6 +229,11 @@ def callback_class() -> Any:
             self._sums: dict[tuple[str, torch.device], Tensor] = {}
             self._steps, self._scaler_factor = 0, 1.0
 
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            """Forget the steps of an earlier training that no log has shown."""
+            self._sums.clear()
+            self._steps = 0
+
         def on_step_begin(
             self,
             args: Any,

@@ -43,7 +43,7 @@ from holdfast.layers.moe import LAYER_NAMES, not_causal
 from holdfast.layers.upcycling import new_shared
 from holdfast.routing import Router, join_routers
 from holdfast.routing.registry import HostModel
-from holdfast.routing.state import is_called_alone
+from holdfast.routing.threads import is_called_alone
 
 Module = TypeVar("Module", bound=nn.Module)
 MODIFIED_IN_MEMORY = " (changed in memory by Holdfast: save the model and load that folder, or pass the model itself)"

@@ -13,8 +13,7 @@ The callback of transformers' Trainer sets it (engines.py), other loops call `ho
 set and gradients are visibly accumulated, the backward raises an error (`LossCollector.unread_gradient`).
 
 `LossCollector` collects the losses of all layers in a forward and puts them into the model's outputs. The output classes get
-fields for them (families/model_facts.py): DDP and `torch.compile` rebuild outputs from the fields that the class declares,
-and lose a field that is not declared, or raise an error.
+fields for them (outputs.py).
 """
 
 import dataclasses
@@ -28,13 +27,14 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.hub.families import as_token_ids, image_tokens, text_config
-from holdfast.hub.families.model_facts import prepare_output_classes, with_router_fields
+from holdfast.hub.outputs import prepare_output_classes, with_router_fields
 from holdfast.hub.replacements import replaying_layers
 from holdfast.kernels.backward import has_gradient, is_recomputing
 from holdfast.layers.losses import Losses, balance, single_process_mean
 from holdfast.routing import Router, Routing
 from holdfast.routing.forward_routes import RouteReplay
-from holdfast.routing.state import PerThread, mean_over_ranks, one_more
+from holdfast.routing.state import mean_over_ranks
+from holdfast.routing.threads import PerThread, one_more
 
 ROUTER_LOGITS = "output_router_logits"  # the option and config entry with which trainers request `outputs.aux_loss`
 IGNORED_LABEL = -100  # transformers' losses skip it

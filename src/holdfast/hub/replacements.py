@@ -42,7 +42,7 @@ from holdfast.routing.records import Context, Projection
 from holdfast.routing.replaying import checked_slots
 from holdfast.routing.rules import Rule, Scores, Selection
 from holdfast.routing.scores import weights_loaded
-from holdfast.routing.state import PerThread, is_called_alone
+from holdfast.routing.threads import PerThread, is_called_alone
 
 NAME = "holdfast"  # the name of Holdfast's functions in transformers' tables of attention and experts functions
 ATTENTION, EXPERTS = "_attn_implementation", "_experts_implementation"  # config entries that choose such a function

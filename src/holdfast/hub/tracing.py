@@ -26,7 +26,7 @@ from holdfast.routing import Context, Router, Routing
 from holdfast.routing.attention_masks import token_mask_of
 from holdfast.routing.forward_routes import require_no_copies
 from holdfast.routing.rules import Rule
-from holdfast.routing.state import calling_alone, entered, entered_keys
+from holdfast.routing.threads import calling_alone, entered, entered_keys
 
 NO_HOOKS = "the call did not run the model's hooks; call model(...) instead of model.forward(...)"
 AT_ONCE = (

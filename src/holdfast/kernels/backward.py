@@ -17,7 +17,7 @@ from holdfast.kernels.launching import EVERYWHERE, is_exporting, operator
 
 
 def has_gradient(node: Any) -> bool:
-    """Whether the parameter nearest to this autograd node has a gradient of an earlier backward.
+    """Whether the parameter nearest to this autograd node has a gradient, to which the running backward will add.
 
     In a backward, a parameter gets its gradient after all nodes that use it have run.
     """
@@ -28,10 +28,19 @@ def has_gradient(node: Any) -> bool:
                 continue
             parameter = getattr(used, "variable", None)
             if isinstance(parameter, nn.Parameter):
-                return parameter.grad is not None and bool(parameter.grad.any())
+                return parameter.grad is not None and _will_add_to(used) and bool(parameter.grad.any())
             seen.add(used)
             queue.append(used)
     return False
+
+
+def _will_add_to(leaf: Any) -> bool:
+    """Whether the running backward adds to the gradient of a parameter; `torch.autograd.grad` returns gradients instead."""
+    try:
+        found: bool = torch._C._will_engine_execute_node(leaf)  # type: ignore[attr-defined]
+    except RuntimeError:  # torch does not answer for a leaf whose gradient `torch.autograd.grad` returns
+        return False
+    return found
 
 
 def is_differentiated() -> bool:

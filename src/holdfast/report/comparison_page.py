@@ -230,7 +230,7 @@ def _range(values: Sequence[float]) -> str:
 
 def _level(value: float | None, measure: Measure) -> str:
     unit = {"": "", "%": "%"}.get(measure.unit, f" {measure.unit}")
-    return decimal(value) + (unit if value is not None else "")
+    return decimal(value, measure.digits) + (unit if value is not None else "")
 
 
 def _price(row: Row, baseline: Row, measure: Measure) -> str:
@@ -251,7 +251,7 @@ def _at_equal_compute(row: Row, measure: Measure) -> str:
 
 def main_table(results: Results) -> Iterator[dict[str, str]]:
     """Yield for each router how well its models predict."""
-    name = results.run.measure.name
+    name, digits = results.run.measure.name, results.run.measure.digits
     untouched: dict[str, Callable[[Cell], float | None]] = {
         "clean, untouched words": lambda cell: cell.clean.figure_of_kept,
         "attacked, untouched words": lambda cell: cell.attacked.figure_of_kept,
@@ -274,10 +274,10 @@ def main_table(results: Results) -> Iterator[dict[str, str]]:
             "seeds": str(len(row.seeds)),
             "parameters": f"{row.parameters:,}",
             "experts per token": decimal(row.experts_per_token),
-            f"clean {name}": decimal(row.clean),
+            f"clean {name}": decimal(row.clean, digits),
             "difference, clean": clean,
-            **({f"clean {name}, attacked examples": decimal(row.clean_beside_attacked)} if some else {}),
-            f"attacked {name}": decimal(row.attacked),
+            **({f"clean {name}, attacked examples": decimal(row.clean_beside_attacked, digits)} if some else {}),
+            f"attacked {name}": decimal(row.attacked, digits),
             "difference, attacked": attacked,
             **{column: decimal(mean_of(cells, read)) for column, read in untouched.items()},
             **({COST: row.cost.words if row.cost else NONE} if costs else {}),

@@ -132,7 +132,7 @@ def every_attack_table(results: Results) -> Iterator[dict[str, str]]:
         cells = results.cells_of(row)
         columns = {}
         for name in names:
-            columns[name] = decimal(mean_of(_results_of(cells, name), float))
+            columns[name] = decimal(mean_of(_results_of(cells, name), float), results.run.measure.digits)
             if any(trial.cost for cell in results.cells if (trial := cell.trials.get(name))):
                 nats = [trial.cost.mean for cell in cells if (trial := cell.trials.get(name)) and trial.cost]
                 mean = mean_of([number for number in nats if number is not None], float)
@@ -159,7 +159,7 @@ def every_attack(results: Results) -> Plot:
             data.append(trace(place, seeds, where, mode="markers", marker=small, opacity=0.45, hoverinfo="skip"))
         if means:
             large = {"size": 11, "symbol": symbol(place), "line": {"width": 2}}
-            hover = f"{escaped(row.label)}, %{{y}}: %{{x:.2f}}<extra></extra>"
+            hover = f"{escaped(row.label)}, %{{y}}: %{{x:.{measure.digits}f}}<extra></extra>"
             data.append(trace(place, [*means.values()], [*means], mode="markers", marker=large, hovertemplate=hover))
     layout = {"xaxis": {"title": {"text": escaped(measure.name)}}, "yaxis": names_axis(), "height": plot_height(data)}
     caption = f"{measure.sentence} Large marks are means over seeds, small ones single seeds."

@@ -72,9 +72,8 @@ def clean_and_attacked(results: Results) -> Plot:
         data.append(trace(place, [clean, row.attacked], [name] * 2, mode="lines", line={"width": 2}, hoverinfo="skip"))
         for text, mean, shape in (("clean", clean, filled), ("attacked", row.attacked, hollow)):
             marker = {"size": 12, "symbol": shape, "line": {"width": 2}}
-            data.append(
-                trace(place, [mean], [name], hovertemplate=f"%{{y}}, {text}: %{{x:.2f}}", mode="markers", marker=marker)
-            )
+            hover = f"%{{y}}, {text}: %{{x:.{measure.digits}f}}"
+            data.append(trace(place, [mean], [name], hovertemplate=hover, mode="markers", marker=marker))
     layout = {"xaxis": {"title": {"text": escaped(measure.name)}}, "yaxis": names_axis(), "height": plot_height(data)}
     caption = (
         f"{measure.sentence} Filled marks are clean, open marks attacked: {measure.attack}. Large marks are means over "

@@ -329,6 +329,11 @@ class Measure(StoredModel):
         return {"": "", "%": " percentage points"}.get(self.unit, f" {self.unit}")
 
     @property
+    def digits(self) -> int:
+        """How many decimals to show: F1 and correlations are at most 1, errors and perplexities are not."""
+        return 2 if self.better == "lower" else 4
+
+    @property
     def sentence(self) -> str:
         return f"{self.long[:1].upper()}{self.long[1:]}; {self.better} is better."
 

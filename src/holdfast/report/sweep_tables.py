@@ -28,7 +28,7 @@ def sweep_verdict(results: Results) -> tuple[str, ...]:
     if known:
         best = (min if measure.better == "lower" else max)(known, key=lambda row: row.clean or 0.0)
         word = "lowest" if measure.better == "lower" else "highest"
-        found.append(f"The {word} clean {measure.noun}, {decimal(best.clean)}, has {best.label}.")
+        found.append(f"The {word} clean {measure.noun}, {decimal(best.clean, measure.digits)}, has {best.label}.")
     return tuple(found)
 
 
@@ -62,14 +62,16 @@ def side_by_side(results: Results) -> tuple[list[str], list[dict[str, str]]]:
         return [], []
     routers = list(dict.fromkeys(row.router for row in results.rows))
     found = {(row.router, row.setting_label): row for row in results.rows}
-    return results.settings, [dict(_columns(label, routers, found)) for label in results.settings]
+    return results.settings, [
+        dict(_columns(label, routers, found, results.run.measure.digits)) for label in results.settings
+    ]
 
 
-def _columns(label: str, routers: list[str], found: dict[tuple[str, str], Row]) -> Iterator[tuple[str, str]]:
+def _columns(label: str, routers: list[str], found: dict[tuple[str, str], Row], digits: int) -> Iterator[tuple[str, str]]:
     for router in routers:
         row = found.get((router, label))
         name = next(one.name for one in found.values() if one.router == router)
         some = any(one.attacks_some for one in found.values())
         clean = None if row is None else row.clean_beside_attacked if some else row.clean
-        yield f"{name}, clean{', attacked examples' if some else ''}", decimal(clean)
-        yield f"{name}, attacked", decimal(row.attacked if row else None)
+        yield f"{name}, clean{', attacked examples' if some else ''}", decimal(clean, digits)
+        yield f"{name}, attacked", decimal(row.attacked if row else None, digits)

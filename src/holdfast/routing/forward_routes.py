@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.kernels.backward import is_recomputing
-from holdfast.routing.state import PerThread, entered, entered_keys
+from holdfast.routing.threads import PerThread, entered, entered_keys
 
 ROUTED_EXPERTS = "routed_experts"  # the argument of a model with recorded routes, named as in vLLM and SGLang
 DATA_PARALLEL = (

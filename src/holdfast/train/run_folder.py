@@ -98,12 +98,21 @@ def _checksum(content: dict[str, Any]) -> str:
 def require_own(folder: Path, identity: dict[str, Any]) -> None:
     """Raise ValueError if the folder has something of another run that is worth keeping, or something that is not a run."""
     replaceable = is_only_begun(folder)  # before `agrees`: another process of this run may replace the old one meanwhile
-    if not agrees(folder / RUN_FILE, identity) and not replaceable:
+    if not agrees(folder / RUN_FILE, identity) and not (replaceable and _is_of_holdfast(folder)):
         raise ValueError(
             f"{folder} belongs to another run ({_difference(folder, identity)}); choose another folder, or remove it."
         )
     if not (folder / RUN_FILE).exists() and folder.exists() and (folder.is_file() or _is_used(folder)):
         raise ValueError(f"{folder} is not empty and contains no run; choose another folder.")
+
+
+def _is_of_holdfast(folder: Path) -> bool:
+    """Return whether Holdfast wrote the folder's `run.json`: other programs use this name too."""
+    try:
+        stored = read_json(folder / RUN_FILE)
+    except FileNotFoundError:  # another process of this run replaces it
+        return True
+    return isinstance(stored, dict) and "holdfast" in stored
 
 
 def is_only_begun(folder: Path) -> bool:

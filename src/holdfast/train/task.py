@@ -48,6 +48,11 @@ class Measure:
         """The name without its unit."""
         return self.name.partition(",")[0].strip()
 
+    @property
+    def digits(self) -> int:
+        """How many decimals to show: F1 and correlations are at most 1, errors and perplexities are not."""
+        return 2 if self.better == "lower" else 4
+
 
 @final
 class Examples(Dataset[Inputs]):

@@ -6,7 +6,7 @@ gate_check      check the declared rule of a gate, by measurement
 rules           how gates rank and weight experts
 dense           the dense families, and how a feed-forward network becomes an expert
 lookup          find the family of a model, and its layers
-model_facts     what is known about a model's inputs and outputs
+model_facts     what a config says about a model's inputs
 """
 
 from holdfast.hub.families.dense import DENSE_FAMILIES as DENSE_FAMILIES

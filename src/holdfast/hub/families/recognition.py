@@ -137,9 +137,7 @@ def _find_rule(gate: nn.Module, experts: int, extra: str | None) -> tuple[GateRu
             scaled = form if scale is None else replace(form, scale=float(getattr(gate, scale)))
             try:
                 check_rule(made, rule(made, block), scaled)
-                if (
-                    rule.renormalise and made.top_k == 1 < experts
-                ):  # the weights are 1, whatever the gates are: two of them show more
+                if rule.renormalise and made.top_k == 1 < experts:  # its one weight is always 1: two weights show more
                     made_two = copy.copy(made)
                     made_two.top_k = 2
                     check_rule(made_two, rule(made, block), scaled)
