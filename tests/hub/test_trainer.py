@@ -1,6 +1,7 @@
 """transformers' own Trainer around changed models: it trains, evaluates, saves, and resumes as if it had never stopped."""
 
 import math
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +161,9 @@ def test_every_trainer_has_the_callback_once() -> None:
     from holdfast.hub.checkpoint import register
 
     register()
-    assert transformers.trainer.DEFAULT_CALLBACKS.count(type(holdfast.trainer_callback())) == 1
+    callback = holdfast.trainer_callback()
+    assert transformers.trainer.DEFAULT_CALLBACKS.count(type(callback)) == 1
+    assert type(pickle.loads(pickle.dumps(callback))) is type(callback)
 
 
 def test_training_brings_the_loss_down(tmp_path: Path) -> None:

@@ -229,6 +229,9 @@ def callback_class() -> Any:
             self._sums: dict[tuple[str, torch.device], Tensor] = {}
             self._steps, self._scaler_factor = 0, 1.0
 
+        def __reduce__(self) -> tuple[Any, ...]:
+            return trainer_callback, ()  # a Trainer can be pickled, although this class has no name in its module
+
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             """Forget the steps of an earlier training that no log has shown."""
             self._sums.clear()
