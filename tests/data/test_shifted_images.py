@@ -84,6 +84,13 @@ def test_incomplete_folders_are_refused(tmp_path: Path) -> None:
         recognise(str(tmp_path / "d"))
 
 
+@pytest.mark.parametrize("written", ["", " ", "classes="])
+def test_an_empty_name_is_not_the_current_folder(written: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="is not a folder"):
+        recognise(written)
+
+
 def test_class_indexes_are_read_from_folders_and_files(tmp_path: Path) -> None:
     for name in reversed(IDS[:3]):
         (tmp_path / "imagenet" / "train" / name).mkdir(parents=True)

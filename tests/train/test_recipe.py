@@ -72,6 +72,7 @@ def test_mistakes_raise_a_one_line_error(tmp_path: Path) -> None:
         (lambda: load_recipe("tiny", {"training.steps": True}), "training.steps"),
         (lambda: load_recipe("tiny", {"training.clip": float("inf")}), "training.clip"),
         (lambda: load_recipe("tiny", {"attack.rate": 2}), "between 0 and 1"),
+        (lambda: load_recipe("tiny", {"data.source": " "}), "data.source has an empty name"),
         (lambda: load_recipe("tiny", {"sparse": 3}), "sparse"),
         (lambda: load_recipe("tiny", {"training.precision": "fp8"}), "precision"),
         (
