@@ -1,6 +1,7 @@
 """Spans: the place of each token in its document, and which tokens an attack changed."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -140,7 +141,12 @@ def test_tokens_and_their_places_come_from_one_encoding_of_each_text(
     tokenizer = hub(tmp_path, "bytes")
     expected = tokenizer.stream(DOCUMENTS), list(tokenizer.spans(DOCUMENTS))
     encode, encoded = tokenizer._encode, list[str]()
-    monkeypatch.setattr(tokenizer, "_encode", lambda texts, **options: encoded.extend(texts) or encode(texts, **options))
+
+    def counted(texts: list[str], **options: Any) -> Any:
+        encoded.extend(texts)
+        return encode(texts, **options)
+
+    monkeypatch.setattr(tokenizer, "_encode", counted)
     tokens, spans = tokenizer.stream_with_spans(DOCUMENTS)
     assert torch.equal(tokens, expected[0]) and tokens.dtype == expected[0].dtype
     assert all(np.array_equal(one, other) for one, other in zip(spans, expected[1], strict=True))
