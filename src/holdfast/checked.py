@@ -6,6 +6,7 @@ path of the first wrong value (`training.steps`). An unknown key raises an error
 """
 
 import math
+import sys
 import types
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
@@ -26,7 +27,12 @@ class Limits:
 
 
 def from_mapping(kind: Any, values: Any, path: str = "") -> Any:
-    """Return an instance of the dataclass `kind`; raise ValueError naming the path of the first value that is wrong."""
+    """Return an instance of the dataclass `kind`; raise ValueError naming the path of the first value that is wrong.
+
+    Values may be instances already, at any depth: these were checked where they were made.
+    """
+    if isinstance(values, kind):
+        return values
     if not isinstance(values, dict):
         raise ValueError(f"{path or 'it'} must be a section with keys, not {values!r}.")
     hints, known = _hints(kind), {entry.name: entry for entry in fields(kind)}
@@ -43,7 +49,7 @@ def check_value(kind: Any, value: Any, path: str) -> Any:
     """Return `value` as the type `kind`; raise ValueError if it has another type. `path` names the value in the error."""
     kinds = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
     for each in kinds:
-        if is_dataclass(each) and value is not None:
+        if is_dataclass(each) and (value is not None or types.NoneType not in kinds):
             return from_mapping(each, value, path)
         if _holds_sections(each) and isinstance(value, list | dict):
             return _check_entries(each, value, path)
@@ -130,7 +136,7 @@ def _fits(kind: Any, value: Any) -> bool:
     if origin is dict:
         return isinstance(value, dict) and all(_fits(inside[1], entry) for entry in value.values())
     if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     if kind not in TYPE_NAMES:
         return True  # a part may declare any other type, which is not checked here
     return isinstance(value, kind) and not (kind is int and isinstance(value, bool))

@@ -38,10 +38,10 @@ def test_a_folder_is_measured_and_its_page_is_written_and_rendered_again(
     given = ["geometry", str(folder), "--text", str(text), *QUICK, "--out", str(out)]
     assert main(given) == 0
     shown = capsys.readouterr().out
-    assert "order 1" in shown and "Largest jumps" in shown and "With smooth instead" in shown
-    report = GeometryReport.load(out / "geometry.json")
-    assert report.data["source"]["checksum"] and report.model["name"] == str(folder) and report.data["tokens"] >= 96
-    assert report.settings["what_if"] == "smooth" and report.layers[0]["pictures"]["slices"]
+    assert "within 1%, order 1" in shown and "Largest jumps" in shown and "What if: the router smooth" in shown
+    report: Any = GeometryReport.load(out / "geometry.json")
+    assert report.data.source and report.model.name == str(folder) and report.data.tokens >= 96
+    assert report.settings.what_if == "smooth" and report.layers[0].pictures.slices
     page = (out / "geometry.html").read_text(encoding="utf-8")
     assert main(given) == 2 and "--force" in capsys.readouterr().err
     (out / "geometry.json").rename(tmp_path / "kept.json")  # the page alone is not overwritten either
@@ -124,5 +124,5 @@ def test_a_model_without_a_known_geometry_has_a_page_with_the_reasons(tmp_path: 
     shown = capsys.readouterr().out
     assert "is not measured: " in shown
     stored = json.loads((out / "geometry.json").read_text())
-    assert all(layer["skipped"] for layer in stored["layers"])
+    assert stored["layers"] == [] and all(layer["reason"] for layer in stored["refused"])
     assert "No layer of this model has a known geometry" in (out / "geometry.html").read_text(encoding="utf-8")

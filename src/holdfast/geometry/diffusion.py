@@ -34,7 +34,7 @@ MOST_ROUNDS = 400  # of halving a step, at most
 class HittingBounds:
     """Bounds for the probability that a token has flipped before each time."""
 
-    times: Tensor  # (n,)
+    times: Tensor  # (n,) or (T,n)
     nearest: Tensor  # (T,): h, the distance of the nearest tie in units of the noise
     lower: Tensor  # (T,n)
     upper: Tensor  # (T,n): the sum over pairs
@@ -45,22 +45,21 @@ class HittingBounds:
 def hitting_bounds(
     order: Order, tokens: Tensor, k: int, times: Sequence[float] | Tensor, *, noise: Noise = None
 ) -> HittingBounds:
-    """Return bounds of P(tau <= t) for `tokens (..., d)` and each of `times (n,)`.
+    """Return bounds of P(tau <= t) for `tokens (..., d)` and each of `times (n,)`, or of each token's own `times (T,n)`.
 
     noise   D: a number, (d,) for a diagonal, or (d,d); None is 1. `noise=sigma, times=[t]` is the same as noise of standard
             deviation sigma sqrt(t) that is added little by little
     """
     keys = affine_keys(order, tokens)
     check_k(k, keys.experts)
-    instants = torch.as_tensor(times, dtype=torch.float64, device=keys.points.device).reshape(-1)
+    instants = torch.atleast_1d(torch.as_tensor(times, dtype=torch.float64, device=keys.points.device))
     if not (instants > 0).all():
         raise ValueError(f"times are {instants.tolist()}; expected positive numbers.")
     products = keys.products(noise)
     step = max(1, MOST_ELEMENTS // keys.experts**2)
-    found = [
-        _bounds_of(products, keys.rows(slice(start, start + step)), k, instants)
-        for start in range(0, max(1, len(keys.points)), step)
-    ]
+    by_token = instants.expand(len(keys.points), -1)
+    parts = [slice(start, start + step) for start in range(0, max(1, len(keys.points)), step)]
+    found = [_bounds_of(products, keys.rows(part), k, by_token[part]) for part in parts]
     nearest, lower, upper = (torch.cat(each) for each in zip(*found, strict=True))
     pairs = k * (keys.experts - k)
     return HittingBounds(instants, nearest, lower, upper.clamp_max(1), (pairs * lower).clamp_max(1))
@@ -75,7 +74,7 @@ def _bounds_of(products: Tensor, keys: AffineKeys, k: int, times: Tensor) -> tup
     if not distances.shape[1]:
         distances = torch.full_like(logits[:, :1], torch.inf)
     nearest = distances[:, 0]
-    upper = torch.stack([meets_before(distances, time).sum(1) for time in times], dim=1)
+    upper = torch.stack([meets_before(distances, time.unsqueeze(1)).sum(1) for time in times.t()], dim=1)
     return nearest, meets_before(nearest.unsqueeze(1), times), upper
 
 
