@@ -85,7 +85,7 @@ def test_the_terminal_has_the_numbers_and_sentences_of_the_page(
     assert ["remedy", "live", "replay", "smooth", "float32"] in lines
     assert ["loss", *(f"{row.loss:.4g}" for row in report.rows)] in lines
     assert ["experts", "per", "token", *(f"{row.experts_per_token:.3g}" for row in report.rows)] in lines
-    (outside,) = (line for line in lines if line[:3] == ["outside", "the", "clip"])
+    outside = next(line for line in lines if line[:3] == ["outside", "the", "clip"])
     assert {f"{row.logprobs.outside.value:.2%}" for row in report.rows if row.logprobs} <= set(outside)
     smooth, live = report.row("smooth"), report.row("live")
     assert f"smooth changes the model: its loss is {smooth.loss:.4g} (live {live.loss:.4g})" in shown
@@ -106,7 +106,7 @@ def test_a_rollout_from_a_file_is_compared_and_not_overwritten(
     assert main([*given, "--no-simulate"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     words = " ".join(shown.split())  # a long title is wrapped
-    assert "against a rollout of Holdfast, bfloat16, batches of 1, whole sequences" in words and "smooth" not in words
+    assert "Recorded rollout: Holdfast, bfloat16, batches of 1, whole sequences" in words and "smooth" not in words
     report: Any = MismatchReport.load(tmp_path / "mismatch.json")
     assert [(row.remedy, row.rollout) for row in report.rows] == [("live", "recorded"), ("replay", "recorded")]
     assert report.model.dtype == "bfloat16" and report.data.file == str(kept) and kept.read_bytes() == before
