@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.metrics import Blocks, Cost, block_losses, cost_of_attack, cost_over_seeds
+from holdfast.metrics import Blocks, Cost, block_losses, cost_of_attack, level_of
 
 
 def losses(blocks: list[list[float]]) -> Blocks:
@@ -51,11 +51,11 @@ def test_over_seeds_blocks_and_seeds_count() -> None:
     rise = torch.rand(20, generator=torch.Generator().manual_seed(0))
     one = cost_of_attack(clean, block_losses(1 + rise, torch.arange(20) // 2, 10))
     assert one is not None and one.low is not None and one.high is not None and one.over == "these models only"
-    alike = cost_over_seeds([one.summary()] * 3)
+    alike = level_of([one.summary()] * 3)
     assert alike is not None and (alike.low, alike.high) == pytest.approx((one.low, one.high), abs=1e-5)
     assert alike.over == "seeds and examples"
     costs = [cost_of_attack(clean, block_losses(1 + rise + shift, torch.arange(20) // 2, 10)) for shift in (0, 0.01, 0.02)]
-    apart = cost_over_seeds([cost.summary() for cost in costs if cost])
+    apart = level_of([cost.summary() for cost in costs if cost])
     half = math.hypot(4.302653 * 0.01 / math.sqrt(3), one.high - one.mean)
     assert apart is not None and np.subtract(apart.high or 0, apart.mean) == pytest.approx(half, rel=1e-4)
-    assert cost_over_seeds([{}]) is None
+    assert level_of([{}]) is None

@@ -19,8 +19,7 @@ from holdfast.auditing import diagnose
 from holdfast.auditing.reports import AtRisk
 from holdfast.report import render_audit, write_audit
 from holdfast.report.audit_page import LEAST, SHOWN, audit_plots, risks, token, view, what_if_tables
-from holdfast.report.expert_views import luminance
-from holdfast.report.page_shell import SCRIPTS, short_share
+from holdfast.report.page_shell import SCRIPTS, luminance, short_share
 from holdfast.report.plot_data import Plot
 
 EVIL = "<img src=x onerror=alert(1)></script>%{x}"

@@ -141,12 +141,12 @@ def show(table: Table | rich.table.Table) -> None:
 
 
 def _needed(console: Console, column: rich.table.Column) -> int:
-    """Return the width of a column's longest number; for a column without wrapping, of its longest cell."""
+    """Return the width of a column's longest number or word of its heading; without wrapping, of its longest cell."""
     cells = list(column.cells)
     if column.no_wrap:
         return max((console.measure(cell).maximum for cell in cells), default=0)
-    words = (word for cell in cells for word in str(cell).split() if any(map(str.isdigit, word)))
-    return min(max(map(len, words), default=0), LONGEST)
+    numbers = (word for cell in cells for word in str(cell).split() if any(map(str.isdigit, word)))
+    return min(max(map(len, [*numbers, *str(column.header).split()]), default=0), LONGEST)
 
 
 @contextmanager

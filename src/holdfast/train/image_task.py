@@ -4,6 +4,7 @@ The metric is the error in percent: 100 (1 - correct / count). Pixels are betwee
 in this range; a model reads them scaled to [-1, 1], or as the image processor of its checkpoint says (`PixelScaling`).
 """
 
+import base64
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -201,6 +202,7 @@ class ImageTask(Task):
         layers = [_on_grid(experts.view(len(numbers), -1)) for experts in first_experts(routes)]
         side = max(layer.shape[-1] for layer in layers)
         layers = [_enlarged(layer, side) for layer in layers]  # later layers of Swin have larger patches
+        grey = (255 * pixels.mean(1).clamp(0, 1)).round().byte()
         names = self.image_set.classes
         return {
             "kind": "images",
@@ -208,7 +210,8 @@ class ImageTask(Task):
                 {
                     "label": names[int(images.labels[number])],
                     "said": names[int(predicted[place])],
-                    "pixels": [[round(value, 3) for value in row] for row in pixels[place].mean(0).tolist()],
+                    "width": pixels.shape[-1],
+                    "pixels": base64.b64encode(grey[place].numpy().tobytes()).decode(),
                     "grid": [side, side],
                     "experts": [layer[place].flatten().tolist() for layer in layers],
                 }
