@@ -205,7 +205,7 @@ def test_two_reports_differ_only_in_their_seconds(report: Any, tmp_path: Path) -
     assert report.versions and report.data.checksum and report.settings.seed == 0
     loaded = GeometryReport.load(report.save(tmp_path / "geometry.json"))
     assert loaded.to_json() == report.to_json()
-    other = holdfast.measure_geometry(sparse(), list(batches()), **QUICK, seed=1)
+    other: Any = holdfast.measure_geometry(sparse(), list(batches()), **QUICK, seed=1)
     assert other.layers[0].hitting.simulated != report.layers[0].hitting.simulated
 
 

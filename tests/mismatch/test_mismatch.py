@@ -182,7 +182,7 @@ def test_smooth_is_calibrated_and_costs_what_the_report_says() -> None:
     assert row.router == "smooth[budget=0.75]" and 2.6 < row.experts_per_token < 2.9
     assert report.row("live").experts_per_token == 2 and row.loss != report.row("live").loss
     holdfast.reroute(model, "smooth[budget=0.75]")  # not calibrated: the strip of the preset
-    report: Any = measure_mismatch(model, list(batches(4)), **QUICK)
+    report = measure_mismatch(model, list(batches(4)), **QUICK)
     assert abs(report.row("live").experts_per_token - 2.75) > abs(row.experts_per_token - 2.75)
     (skipped,) = report.skipped
     assert skipped.remedy == "smooth" and "already rerouted" in skipped.reason
@@ -227,7 +227,7 @@ def test_a_recorded_rollout_is_compared_as_it_is() -> None:
     assert live.logprobs.quantiles["50"].value == 0
     replay: Any = report.row("replay", "recorded")
     assert replay.sets.routers_differ.value == 0 and replay.logprobs.quantiles["90"].value > 0
-    both = measure_mismatch(model, changed, **QUICK)
+    both: Any = measure_mismatch(model, changed, **QUICK)
     assert len(both.rows) == 6 and both.rows[:2] == report.rows
     assert both.row("live").logprobs.tokens == live.logprobs.tokens  # the answers, in simulated rollouts too
 
