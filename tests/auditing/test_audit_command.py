@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from auditing.audited_models import batches, texts, tokenizer
+from auditing.audited_models import batches
 from safetensors.torch import load_file, save_file
 from tiny import tiny
 
@@ -22,22 +22,6 @@ MISTAKEN = ("DENSE", "STRANGE", "BROKEN", "SILENT", "WORDLESS", "FOREIGN", "NAN"
 QUICK = ["--tokens", "96", "--length", "16", "--batch", "4"]
 SMALL = ["training.steps=8", "training.batch=4", "data.length=16", "data.vocabulary=200", "model.config.hidden_size=32"]
 SMALL += ["model.config.intermediate_size=32", "sparse.hidden=16"]
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "some.txt"
-    path.write_text("\n".join(texts(400)))
-    return path
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save a model as a Hugging Face folder."""
-    path = tmp_path_factory.mktemp("folder") / "model"
-    tiny("mixtral").save_pretrained(path)
-    tokenizer().save_pretrained(path)
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -6,29 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from auditing.audited_models import texts, tokenizer
+from auditing.audited_models import tokenizer
 from tiny import tiny
 
 from holdfast.auditing import GeometryReport
 from holdfast_command import main
 
 QUICK = ["--tokens", "96", "--length", "16", "--batch", "4", "--walking", "16", "--walks", "1", "--pictures", "1"]
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "some.txt"
-    path.write_text("\n".join(texts(400)))
-    return path
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save a model as a Hugging Face folder."""
-    path = tmp_path_factory.mktemp("folder") / "model"
-    tiny("mixtral").save_pretrained(path)
-    tokenizer().save_pretrained(path)
-    return path
 
 
 def test_a_folder_is_measured_and_its_page_is_written_and_rendered_again(

@@ -21,22 +21,6 @@ QUICK = ["--tokens", "96", "--length", "16", "--batch", "4", "--draws", "100"]
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "some.txt"
-    path.write_text("\n".join(texts(400)))
-    return path
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save a model as a Hugging Face folder."""
-    path = tmp_path_factory.mktemp("folder") / "model"
-    tiny("mixtral").save_pretrained(path)
-    tokenizer().save_pretrained(path)
-    return path
-
-
-@pytest.fixture(scope="module")
 def measured(folder: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Measure the model on the text, with a simulated rollout."""
     out = tmp_path_factory.mktemp("measured")
