@@ -13,7 +13,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Self, final
+from typing import Annotated, Any, Literal, Self
 
 from holdfast.checked import Limits, from_mapping
 from holdfast.metrics import Difference
@@ -28,7 +28,6 @@ Better = Literal["higher", "lower"]
 Natural = Annotated[int, Limits(0, math.inf, "a whole number from 0")]
 
 
-@final
 @dataclass(frozen=True)
 class EqualCompute:
     """The clean difference to the baseline with more experts per token."""
@@ -37,7 +36,6 @@ class EqualCompute:
     difference: Difference
 
 
-@final
 @dataclass(frozen=True)
 class MetricRow:
     """A further metric of a router."""
@@ -49,7 +47,6 @@ class MetricRow:
     attacked_difference: Difference | None = None
 
 
-@final
 @dataclass(frozen=True)
 class ShiftRow:
     """A router's result on a shifted test set."""
@@ -60,7 +57,6 @@ class ShiftRow:
     difference: Difference | None = None
 
 
-@final
 @dataclass(frozen=True)
 class ScoreRow:
     """The figure of a router on clean data or under one attack."""
@@ -70,7 +66,6 @@ class ScoreRow:
     clean: float | None = None  # of the attacked examples without the attack
 
 
-@final
 @dataclass(frozen=True)
 class CurveRow:
     """The errors of a router against the budget of one attack."""
@@ -85,7 +80,6 @@ class CurveRow:
             raise ValueError("a curve needs one error and one top-5 error for each budget")
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """A router, in one setting of a sweep. Figures are means over seeds; None if a seed has none."""
@@ -163,7 +157,6 @@ def matched_name(baseline: str, k: int) -> str:
     return f"{baseline}, top {k}"
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class DomainRow:
     """The accuracies of a router over held-out domains, in percent; in a sweep, in one setting of it."""
@@ -178,7 +171,6 @@ class DomainRow:
     worst_difference: Difference | None = None
 
 
-@final
 @dataclass(frozen=True)
 class Load:
     percent: list[float]
@@ -186,26 +178,22 @@ class Load:
     dead: list[int]
 
 
-@final
 @dataclass(frozen=True)
 class Dropped:
     share: float
 
 
-@final
 @dataclass(frozen=True)
 class Strip:
     width: float
     share: float | None
 
 
-@final
 @dataclass(frozen=True)
 class NearTies:
     strips: list[Strip]
 
 
-@final
 @dataclass(frozen=True)
 class Layer:
     layer: int
@@ -217,13 +205,11 @@ class Layer:
     dropped: Dropped | None = None  # None: experts are not limited
 
 
-@final
 @dataclass(frozen=True)
 class Routing:
     layers: list[Layer]
 
 
-@final
 @dataclass(frozen=True)
 class CleanScore:
     figure: float | None
@@ -231,13 +217,11 @@ class CleanScore:
     examples: int | None = None  # of images and labelled texts
 
 
-@final
 @dataclass(frozen=True)
 class CellCost:
     mean: float | None
 
 
-@final
 @dataclass(frozen=True)
 class AttackScore:
     """The figure under an attack."""
@@ -249,7 +233,6 @@ class AttackScore:
     predictions_changed: float | None = None  # share of predictions
 
 
-@final
 @dataclass(frozen=True)
 class TrainingCurve:
     """The training loss: means over `width` steps each."""
@@ -269,7 +252,6 @@ class TrainingCurve:
         return cls(steps, [statistics.fmean(losses) if losses else None for losses in known], width)
 
 
-@final
 @dataclass(frozen=True)
 class LayerSnapshots:
     layer: int
@@ -277,7 +259,6 @@ class LayerSnapshots:
     graphs: list[list[list[float | None]]]  # of each snapshot, experts x experts
 
 
-@final
 @dataclass(frozen=True)
 class Snapshots:
     steps: list[int]
@@ -296,14 +277,12 @@ class Snapshots:
                 raise ValueError(f"layer {layer.layer} has a graph that is not square")
 
 
-@final
 @dataclass(frozen=True)
 class Consistency:
     what: str
     layers: list[float | None]
 
 
-@final
 @dataclass(frozen=True)
 class ShownImage:
     label: str
@@ -325,7 +304,6 @@ class ShownImage:
         return len(base64.b64decode(self.pixels, validate=True))
 
 
-@final
 @dataclass(frozen=True)
 class View:
     """Test examples with the first expert of each of their tokens: a text, or images."""
@@ -340,7 +318,6 @@ class View:
             raise ValueError("each layer needs one expert for each piece")
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class CellResult:
     """A router with one seed, in one setting of a sweep."""
@@ -368,7 +345,6 @@ class CellResult:
         return found
 
 
-@final
 @dataclass(frozen=True)
 class Metric:
     """A further metric, beside the main measure."""
@@ -378,7 +354,6 @@ class Metric:
     better: Better
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """What the cells have in common: the identity of the comparison, and what is measured."""
@@ -395,7 +370,6 @@ class Run:
     metrics: list[Metric] = field(default_factory=list)
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class Results(StoredRecord):
     """A comparison. The first row is the baseline; in a sweep, its router is the baseline of each setting."""
