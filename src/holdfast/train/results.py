@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Self
 
 from holdfast.checked import Limits, from_mapping
-from holdfast.metrics import Difference
+from holdfast.metrics import Cost, Difference
 from holdfast.routing.grammar import short_keys, split_options, written_pairs
 from holdfast.stored import StoredRecord
 from holdfast.train.task import Measure
@@ -26,6 +26,16 @@ POINTS = 200  # points of a training curve at most; longer curves are averaged
 
 Better = Literal["higher", "lower"]
 Natural = Annotated[int, Limits(0, math.inf, "a whole number from 0")]
+
+
+@dataclass(frozen=True)
+class RowCost(Difference):
+    """The rise of the loss on untouched words under the attack, in nats per word."""
+
+    @property
+    def words(self) -> str:
+        """The rise of the perplexity as text: `+2.1% (95% interval +1.9% to +2.4%)`."""
+        return Cost(self.mean, self.low, self.high, self.over).words
 
 
 @dataclass(frozen=True)
@@ -65,6 +75,10 @@ class ScoreRow:
     difference: Difference | None = None
     clean: float | None = None  # of the attacked examples without the attack
 
+    @property
+    def mean(self) -> float | None:
+        return None if self.level is None else self.level.mean
+
 
 @dataclass(frozen=True)
 class CurveRow:
@@ -102,7 +116,7 @@ class Row:
     clean_bits_per_byte: float | None = None
     attacked_bits_per_byte: float | None = None
     predictions_changed: float | None = None  # share of predictions that the attack changes
-    cost: Difference | None = None  # the rise of the loss on untouched words, in nats per word
+    cost: RowCost | None = None
     cost_difference: Difference | None = None
     equal_compute: EqualCompute | None = None
     metrics: dict[str, MetricRow] = field(default_factory=dict)
