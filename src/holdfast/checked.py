@@ -90,7 +90,7 @@ def _hints(kind: Any) -> dict[str, Any]:
 def _holds_sections(kind: Any) -> bool:
     """Whether a type is a list or mapping of dataclasses, at any depth."""
     inside = get_args(kind) if get_origin(kind) in (list, dict) else ()
-    options = [option for entry in inside for option in (entry, *get_args(entry))]
+    options = [option for entry in inside for option in (entry, *get_args(entry)) if not isinstance(option, Limits)]
     return any(is_dataclass(option) or _holds_sections(option) for option in options)
 
 

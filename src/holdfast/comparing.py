@@ -98,7 +98,7 @@ def run_comparison(
     from holdfast.train.preflight import expert_count
 
     def finish(comparison: Comparison) -> Results:
-        return comparison.publish(run(comparison), lambda results: write_report(results, folder / PAGE, force=True))
+        return comparison.finish(run(comparison), lambda results: write_report(results, folder / PAGE, force=True))
 
     comparison = Comparison(recipe, routers, seeds, folder, data=data, settings=settings)
     results = finish(comparison)

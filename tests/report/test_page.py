@@ -138,7 +138,7 @@ def test_a_long_training_curve_is_thinned_by_means() -> None:
     plot = next(plot for plot in plots(parse(content)) if plot.name == "training")
     assert len(plot.data[0]["x"]) == POINTS and "the mean of 5 steps" in plot.caption
     assert plot.data[0]["y"] == curve.losses == pytest.approx([2 / 5, 3 / 5] * (POINTS // 2))
-    broken = [{"step": 1, "loss": None}, {"step": 2, "loss": 3.0}, {"step": 2, "eval_loss": 9.0}]
+    broken: list[dict[str, Any]] = [{"step": 1, "loss": None}, {"step": 2, "loss": 3.0}, {"step": 2, "eval_loss": 9.0}]
     assert TrainingCurve.of(broken) == TrainingCurve([1, 2], [None, 3.0], 1)
 
 

@@ -4,13 +4,13 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from holdfast.metrics import Cost, Difference
+from holdfast.metrics import Difference
 from holdfast.metrics.paired import EVERYTHING, FEWEST_SEEDS
 from holdfast.report.page_shell import decimal, listed, percent, rise
 from holdfast.report.tables import Table
 from holdfast.routing.grammar import written_pairs, written_value
 from holdfast.train.domain_task import HELD_OUT
-from holdfast.train.results import CellResult, DomainRow, Layer, Results, Row
+from holdfast.train.results import CellResult, DomainRow, Layer, Results, Row, RowCost
 
 COST = "cost of the attack on untouched words"
 CHANGED = "predictions that the attack changes"
@@ -62,9 +62,9 @@ def main_table(results: Results, *, brief: bool = False) -> Table:
         yield f"attacked {name}", decimal(row.attacked, digits)
         if not (brief and costs):
             yield "difference, attacked", difference(row, row.attacked_difference, row.attacked)
-        for text, kept in (("clean", [row.clean_kept for row in rows]), ("attacked", [row.attacked_kept for row in rows])):
-            if any(figure is not None for figure in kept):
-                yield KEPT.format(text), decimal(row.clean_kept if text == "clean" else row.attacked_kept)
+        if results.targets_are_attacked:
+            yield KEPT.format("clean"), decimal(row.clean_kept)
+            yield KEPT.format("attacked"), decimal(row.attacked_kept)
         if costs:
             yield COST, _cost(row.cost, brief)
         if any(one.predictions_changed is not None for one in rows):
@@ -77,12 +77,12 @@ def main_table(results: Results, *, brief: bool = False) -> Table:
     return table.without(*ONLY_ON_PAGES) if brief else table
 
 
-def _cost(cost: Difference | None, brief: bool) -> str:
+def _cost(cost: RowCost | None, brief: bool) -> str:
     """Return the cost of the attack as the rise of the perplexity."""
     if cost is None:
         return NONE
     if not brief or cost.low is None or cost.high is None:
-        return Cost(cost.mean, cost.low, cost.high, cost.over).words
+        return cost.words
     only = "" if cost.over == EVERYTHING else f",\n{cost.over}"
     return f"{rise(cost.mean):+.2f}%\n({rise(cost.low):+.2f} to {rise(cost.high):+.2f}){only}"
 

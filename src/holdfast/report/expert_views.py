@@ -91,7 +91,8 @@ def views(results: Results) -> Views:
         else:
             images = [{**vars(image), "pixels": places[pixels_of(image)]} for image in view.images]
             shown.append({"router": router, "images": images})
-    layers = [layer for cell in cells for each in (cell.view, *cell.view.images) for layer in each.experts]
+    layers = [layer for cell in cells for layer in cell.view.experts]
+    layers += [layer for cell in cells for image in cell.view.images for layer in image.experts]
     return Views(shown, list(pixels), sorted({expert for layer in layers for expert in layer}), _caption(cells))
 
 

@@ -50,9 +50,9 @@ def plots(results: Results) -> list[Plot]:
         fluctuation,
         consistency,
     ]
-    found = [plot for plot in (make(results) for make in made) if plot.data]
-    place = 1 + next((number for number, plot in enumerate(found) if plot.name == "every-attack"), len(found) - 1)
-    return [*found[:place], *attack_curves(results), *found[place:]]
+    found = [make(results) for make in made]
+    place = made.index(every_attack) + 1
+    return [plot for plot in (*found[:place], *attack_curves(results), *found[place:]) if plot.data]
 
 
 def clean_and_attacked(results: Results) -> Plot:
@@ -68,16 +68,10 @@ def clean_and_attacked(results: Results) -> Plot:
             ([cell.clean.figure if cell.attacked.clean is None else cell.attacked.clean for cell in cells], filled),
             ([cell.attacked.figure for cell in cells], hollow),
         ):
-            small = {"size": 5, "symbol": shape}
-            data.append(
-                trace(place, seeds, [name] * len(seeds), mode="markers", marker=small, opacity=0.45, hoverinfo="skip")
-            )
+            data.append(_single_seeds(place, seeds, name, shape))
         data.append(trace(place, [clean, row.attacked], [name] * 2, mode="lines", line={"width": 2}, hoverinfo="skip"))
         for text, mean, shape in (("clean", clean, filled), ("attacked", row.attacked, hollow)):
-            marker = {"size": 12, "symbol": shape, "line": {"width": 2}}
-            hover = f"%{{y}}, {text}: %{{x:.{measure.digits}f}}"
-            data.append(trace(place, [mean], [name], hovertemplate=hover, mode="markers", marker=marker))
-    layout = {"xaxis": {"title": {"text": escaped(measure.name)}}, "yaxis": names_axis(), "height": plot_height(data)}
+            data.append(_marks(place, [mean], [name], 12, shape, f"%{{y}}, {text}: %{{x:.{measure.digits}f}}"))
     caption = (
         f"{measure.sentence} Filled marks are clean, open marks attacked: {measure.attack}. Large marks are means over "
         "seeds, small ones single seeds."
@@ -86,7 +80,7 @@ def clean_and_attacked(results: Results) -> Plot:
         caption += f" Both are of the {results.rows[0].examples['attacked']} attacked examples."
     if results.targets_are_attacked:
         caption += " The attack also changes the targets, so compare routers, not filled marks with open ones."
-    return Plot("clean-attacked", "Clean and attacked", caption, data, layout)
+    return Plot("clean-attacked", "Clean and attacked", caption, data, _names_layout(data, measure.name))
 
 
 def differences(results: Results) -> Plot:
@@ -99,23 +93,9 @@ def differences(results: Results) -> Plot:
         ):
             if found is None:
                 continue
-            data.append(
-                trace(
-                    place,
-                    [found.mean],
-                    [wrapped_label(f"{row.label}, {text}")],
-                    error_x=_error(found),
-                    hovertemplate="%{y}: %{x:+.3g}",
-                    mode="markers",
-                    marker={"size": 10, "symbol": shape, "line": {"width": 2}},
-                )
-            )
-    layout = {
-        "xaxis": {"title": {"text": "difference"}},
-        "yaxis": names_axis(),
-        "shapes": [line_at("x", 0)],
-        "height": plot_height(data),
-    }
+            label = wrapped_label(f"{row.label}, {text}")
+            data.append(_marks(place, [found.mean], [label], 10, shape, "%{y}: %{x:+.3g}", error_x=_error(found)))
+    layout = _names_layout(data, "difference") | {"shapes": [line_at("x", 0)]}
     known = [one for row in results.rows for one in (row.clean_difference, row.attacked_difference) if one is not None]
     claims = sum(one.kind != "unknown" for one in known)
     side = "left" if results.run.measure.better == "lower" else "right"
@@ -248,16 +228,12 @@ def every_attack(results: Results) -> Plot:
             if not seeds:
                 continue
             means[wrapped_label(name)] = statistics.fmean(seeds)
-            small = {"size": 5, "symbol": symbol(place)}
-            where = [wrapped_label(name)] * len(seeds)
-            data.append(trace(place, seeds, where, mode="markers", marker=small, opacity=0.45, hoverinfo="skip"))
+            data.append(_single_seeds(place, seeds, wrapped_label(name), symbol(place)))
         if means:
-            large = {"size": 11, "symbol": symbol(place), "line": {"width": 2}}
             hover = f"{escaped(row.label)}, %{{y}}: %{{x:.{measure.digits}f}}<extra></extra>"
-            data.append(trace(place, [*means.values()], [*means], mode="markers", marker=large, hovertemplate=hover))
-    layout = {"xaxis": {"title": {"text": escaped(measure.name)}}, "yaxis": names_axis(), "height": plot_height(data)}
+            data.append(_marks(place, [*means.values()], [*means], 11, symbol(place), hover))
     caption = f"{measure.sentence} Large marks are means over seeds, small ones single seeds."
-    return Plot("every-attack", "Every attack", caption, data, layout)
+    return Plot("every-attack", "Every attack", caption, data, _names_layout(data, measure.name))
 
 
 def cost(results: Results) -> Plot:
@@ -268,16 +244,9 @@ def cost(results: Results) -> Plot:
             continue
         low, high = (None if nats is None else rise(nats) for nats in (row.cost.low, row.cost.high))
         percent = replace(row.cost, mean=rise(row.cost.mean), low=low, high=high)
-        marker = {"size": 10, "symbol": symbol(place), "line": {"width": 2}}
-        hover = f"{escaped(row.label)}: %{{x:+.2f}}%<extra></extra>"
-        how = {"mode": "markers", "marker": marker, "error_x": _error(percent), "hovertemplate": hover}
-        data.append(trace(place, [percent.mean], [wrapped_label(row.label)], **how))
-    layout = {
-        "xaxis": {"title": {"text": "perplexity rise, %"}, "rangemode": "tozero"},
-        "yaxis": names_axis(),
-        "shapes": [line_at("x", 0)],
-        "height": plot_height(data),
-    }
+        hover, label = f"{escaped(row.label)}: %{{x:+.2f}}%<extra></extra>", wrapped_label(row.label)
+        data.append(_marks(place, [percent.mean], [label], 10, symbol(place), hover, error_x=_error(percent)))
+    layout = _names_layout(data, "perplexity rise, %", rangemode="tozero") | {"shapes": [line_at("x", 0)]}
     caption = (
         "How much the attack raises the perplexity of the untouched words, which are the same in both texts, with 95% "
         "intervals. Left of 0 the perplexity falls."
@@ -400,6 +369,21 @@ def _changes(cells: list[CellResult]) -> dict[str, dict[int, list[float]]]:
 def _relative_load(layer: Layer) -> list[float]:
     even = statistics.fmean(layer.load.percent) if layer.load.percent else 0.0
     return sorted((percent / even if even else 0.0 for percent in layer.load.percent), reverse=True)
+
+
+def _marks(place: int, x: Sequence[Any], names: Sequence[str], size: int, shape: str, hover: str, **style: Any) -> Trace:
+    marker = {"size": size, "symbol": shape, "line": {"width": 2}}
+    return trace(place, x, names, mode="markers", marker=marker, hovertemplate=hover, **style)
+
+
+def _single_seeds(place: int, figures: Sequence[float | None], name: str, shape: str) -> Trace:
+    small = {"size": 5, "symbol": shape}
+    return trace(place, figures, [name] * len(figures), mode="markers", marker=small, opacity=0.45, hoverinfo="skip")
+
+
+def _names_layout(data: Sequence[Trace], title: str, **axis: Any) -> dict[str, Any]:
+    """Return the layout of a plot with names on its y axis."""
+    return {"xaxis": {"title": {"text": escaped(title)}, **axis}, "yaxis": names_axis(), "height": plot_height(data)}
 
 
 def _error(found: Difference) -> dict[str, Any]:

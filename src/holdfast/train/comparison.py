@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 
+from holdfast.checked import from_mapping
 from holdfast.files import remove_folder, require_no_links
 from holdfast.hub.install import hooks_of
 from holdfast.locking import POLL, Lock, Owner, describe_writer, locked
@@ -38,7 +39,6 @@ from holdfast.plugins import PLUGIN_ERRORS, failure_in_plugin, load_plugin, plug
 from holdfast.stored import without_nan
 from holdfast.train.cells import Cell, Result, merge_results
 from holdfast.train.domain_summary import summarise_domains
-from holdfast.train.loop import Guard
 from holdfast.train.preflight import preflight
 from holdfast.train.recipe import Recipe, RouterChoice
 from holdfast.train.results import CellResult, Metric, Results, Run
@@ -187,27 +187,25 @@ class Comparison:
                 raise ValueError(f"with {setting.label}: {problem}" if setting.values else str(problem)) from problem
             built.append(parts)
 
-    def finish(self, results: Sequence[Result], guard: Guard = lambda: None) -> Results:
-        """Write results.json with these and the other finished cells of the folder, and return it."""
-        cells = merge_results(self.folder, results)
-        baseline = cells[0]["router"]
-        metrics = [Metric(**described) for described in self.task.other_metrics]
-        finished = Results(
-            run=Run(**self.identity(), measure=self.task.measure, metrics=metrics),
-            versions=versions(),  # not part of the identity: a run can be resumed after an update of a package
-            rows=summarise(cells, baseline),
-            domains=summarise_domains(cells, baseline),
-            cells=[CellResult.of(cell) for cell in cells],
-        )
-        require_no_links(self.folder / Results.file_name, self.folder)
-        guard()
-        finished.save(self.folder / Results.file_name)
-        return finished
+    def finish(self, results: Sequence[Result], page: Callable[[Results], Any] = lambda finished: None) -> Results:
+        """Write results.json with these and the other finished cells of the folder, call `page` with it, and return it.
 
-    def publish(self, results: Sequence[Result], page: Callable[[Results], Any]) -> Results:
-        """Call `finish`, then `page`, which writes the report, under one lock: no other process writes between the two."""
+        `page` writes the report. One lock is held for both files: no other process writes between the two.
+        """
         with locked(self.folder, wait=True) as lock:
-            finished = self.finish(results, lock.check)
+            cells = merge_results(self.folder, results)
+            baseline = cells[0]["router"]
+            metrics = [from_mapping(Metric, described) for described in self.task.other_metrics]
+            finished = Results(
+                run=Run(**self.identity(), measure=self.task.measure, metrics=metrics),
+                versions=versions(),  # not part of the identity: a run can be resumed after an update of a package
+                rows=summarise(cells, baseline),
+                domains=summarise_domains(cells, baseline),
+                cells=[CellResult.of(cell) for cell in cells],
+            )
+            require_no_links(self.folder / Results.file_name, self.folder)
+            lock.check()
+            finished.save(self.folder / Results.file_name)
             page(finished)
         return finished
 

@@ -13,10 +13,10 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Self, final
+from typing import Annotated, Any, Literal, Self
 
 from holdfast.checked import Limits, from_mapping
-from holdfast.metrics import Difference
+from holdfast.metrics import Cost, Difference
 from holdfast.routing.grammar import short_keys, split_options, written_pairs
 from holdfast.stored import StoredRecord
 from holdfast.train.task import Measure
@@ -28,7 +28,16 @@ Better = Literal["higher", "lower"]
 Natural = Annotated[int, Limits(0, math.inf, "a whole number from 0")]
 
 
-@final
+@dataclass(frozen=True)
+class RowCost(Difference):
+    """The rise of the loss on untouched words under the attack, in nats per word."""
+
+    @property
+    def words(self) -> str:
+        """The rise of the perplexity as text: `+2.1% (95% interval +1.9% to +2.4%)`."""
+        return Cost(self.mean, self.low, self.high, self.over).words
+
+
 @dataclass(frozen=True)
 class EqualCompute:
     """The clean difference to the baseline with more experts per token."""
@@ -37,7 +46,6 @@ class EqualCompute:
     difference: Difference
 
 
-@final
 @dataclass(frozen=True)
 class MetricRow:
     """A further metric of a router."""
@@ -49,7 +57,6 @@ class MetricRow:
     attacked_difference: Difference | None = None
 
 
-@final
 @dataclass(frozen=True)
 class ShiftRow:
     """A router's result on a shifted test set."""
@@ -60,7 +67,6 @@ class ShiftRow:
     difference: Difference | None = None
 
 
-@final
 @dataclass(frozen=True)
 class ScoreRow:
     """The figure of a router on clean data or under one attack."""
@@ -69,8 +75,11 @@ class ScoreRow:
     difference: Difference | None = None
     clean: float | None = None  # of the attacked examples without the attack
 
+    @property
+    def mean(self) -> float | None:
+        return None if self.level is None else self.level.mean
 
-@final
+
 @dataclass(frozen=True)
 class CurveRow:
     """The errors of a router against the budget of one attack."""
@@ -85,7 +94,6 @@ class CurveRow:
             raise ValueError("a curve needs one error and one top-5 error for each budget")
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """A router, in one setting of a sweep. Figures are means over seeds; None if a seed has none."""
@@ -108,7 +116,7 @@ class Row:
     clean_bits_per_byte: float | None = None
     attacked_bits_per_byte: float | None = None
     predictions_changed: float | None = None  # share of predictions that the attack changes
-    cost: Difference | None = None  # the rise of the loss on untouched words, in nats per word
+    cost: RowCost | None = None
     cost_difference: Difference | None = None
     equal_compute: EqualCompute | None = None
     metrics: dict[str, MetricRow] = field(default_factory=dict)
@@ -163,7 +171,6 @@ def matched_name(baseline: str, k: int) -> str:
     return f"{baseline}, top {k}"
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class DomainRow:
     """The accuracies of a router over held-out domains, in percent; in a sweep, in one setting of it."""
@@ -178,7 +185,6 @@ class DomainRow:
     worst_difference: Difference | None = None
 
 
-@final
 @dataclass(frozen=True)
 class Load:
     percent: list[float]
@@ -186,26 +192,22 @@ class Load:
     dead: list[int]
 
 
-@final
 @dataclass(frozen=True)
 class Dropped:
     share: float
 
 
-@final
 @dataclass(frozen=True)
 class Strip:
     width: float
     share: float | None
 
 
-@final
 @dataclass(frozen=True)
 class NearTies:
     strips: list[Strip]
 
 
-@final
 @dataclass(frozen=True)
 class Layer:
     layer: int
@@ -217,13 +219,11 @@ class Layer:
     dropped: Dropped | None = None  # None: experts are not limited
 
 
-@final
 @dataclass(frozen=True)
 class Routing:
     layers: list[Layer]
 
 
-@final
 @dataclass(frozen=True)
 class CleanScore:
     figure: float | None
@@ -231,13 +231,11 @@ class CleanScore:
     examples: int | None = None  # of images and labelled texts
 
 
-@final
 @dataclass(frozen=True)
 class CellCost:
     mean: float | None
 
 
-@final
 @dataclass(frozen=True)
 class AttackScore:
     """The figure under an attack."""
@@ -249,7 +247,6 @@ class AttackScore:
     predictions_changed: float | None = None  # share of predictions
 
 
-@final
 @dataclass(frozen=True)
 class TrainingCurve:
     """The training loss: means over `width` steps each."""
@@ -269,7 +266,6 @@ class TrainingCurve:
         return cls(steps, [statistics.fmean(losses) if losses else None for losses in known], width)
 
 
-@final
 @dataclass(frozen=True)
 class LayerSnapshots:
     layer: int
@@ -277,7 +273,6 @@ class LayerSnapshots:
     graphs: list[list[list[float | None]]]  # of each snapshot, experts x experts
 
 
-@final
 @dataclass(frozen=True)
 class Snapshots:
     steps: list[int]
@@ -296,14 +291,12 @@ class Snapshots:
                 raise ValueError(f"layer {layer.layer} has a graph that is not square")
 
 
-@final
 @dataclass(frozen=True)
 class Consistency:
     what: str
     layers: list[float | None]
 
 
-@final
 @dataclass(frozen=True)
 class ShownImage:
     label: str
@@ -325,7 +318,6 @@ class ShownImage:
         return len(base64.b64decode(self.pixels, validate=True))
 
 
-@final
 @dataclass(frozen=True)
 class View:
     """Test examples with the first expert of each of their tokens: a text, or images."""
@@ -340,7 +332,6 @@ class View:
             raise ValueError("each layer needs one expert for each piece")
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class CellResult:
     """A router with one seed, in one setting of a sweep."""
@@ -368,7 +359,6 @@ class CellResult:
         return found
 
 
-@final
 @dataclass(frozen=True)
 class Metric:
     """A further metric, beside the main measure."""
@@ -378,7 +368,6 @@ class Metric:
     better: Better
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """What the cells have in common: the identity of the comparison, and what is measured."""
@@ -395,7 +384,6 @@ class Run:
     metrics: list[Metric] = field(default_factory=list)
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class Results(StoredRecord):
     """A comparison. The first row is the baseline; in a sweep, its router is the baseline of each setting."""

@@ -16,6 +16,7 @@ from holdfast.train.results import (
     EqualCompute,
     MetricRow,
     Row,
+    RowCost,
     ScoreRow,
     ShiftRow,
 )
@@ -91,7 +92,7 @@ def _row(mine: Seeds, theirs: Seeds) -> Row:
         clean_bits_per_byte=_mean(results, "clean", "bits_per_byte"),
         attacked_bits_per_byte=_mean(results, "attacked", "bits_per_byte"),
         predictions_changed=_mean(results, "attacked", "predictions_changed"),
-        cost=cost,
+        cost=None if cost is None else RowCost(**vars(cost)),
         cost_difference=None if cost is None else _difference(theirs, mine, _cost),
         metrics=_metrics(mine, theirs),
         shifts=_shifts(mine, theirs),
