@@ -27,7 +27,7 @@ from holdfast.hub import RouterCall
 from holdfast.hub.tracing import require_finite
 from holdfast.metrics import set_changes
 from holdfast.metrics.accumulator import Accumulator
-from holdfast.metrics.report import without_nan
+from holdfast.metrics.routing_report import without_nan
 from holdfast.routing import Router, Routing
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

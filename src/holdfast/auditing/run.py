@@ -41,7 +41,7 @@ from holdfast.hub import reroute, restore
 from holdfast.hub.layers import MoELayerRef
 from holdfast.hub.replacements import ReroutedGate
 from holdfast.hub.tracing import require_finite
-from holdfast.metrics.report import without_nan
+from holdfast.metrics.routing_report import without_nan
 from holdfast.routing.layer_names import resolve_layers, routers_by_layer
 from holdfast.version import versions
 

@@ -38,7 +38,7 @@ class Evaluate:
 
     def run(self) -> None:
         from holdfast.metrics import ChosenMetrics
-        from holdfast.metrics.report import without_nan
+        from holdfast.metrics.routing_report import without_nan
         from holdfast.train.training import quiet
         from holdfast.version import versions
 
@@ -64,7 +64,7 @@ class Evaluate:
         write_out(self.out, stored)
 
     def _run_shifts(self) -> None:
-        from holdfast.metrics.report import without_nan
+        from holdfast.metrics.routing_report import without_nan
         from holdfast.train.shift_evaluation import load_with_shifts
         from holdfast.version import versions
 
@@ -127,7 +127,7 @@ def print_scores(title: str, scores: dict[str, dict[str, Any]], task: Any) -> No
     from rich.markup import escape
     from rich.table import Table
 
-    from holdfast.metrics.labels import LABEL_METRICS
+    from holdfast.metrics.tasks import LABEL_METRICS
 
     measure = task.measure
     table = Table(

@@ -67,7 +67,7 @@ def error_of(wrong: Tensor) -> float:
 
 
 def per_image(wrong: Tensor) -> dict[str, Any]:
-    """Return the answers to single images as `metrics.per_example` stores them."""
+    """Return the answers to single images as `metrics.Shares` stores them."""
     return Shares(wrong.cpu().double().numpy()).stored()
 
 

@@ -32,7 +32,7 @@ from holdfast.errors import unknown_name
 from holdfast.hub import trace
 from holdfast.hub.tracing import require_positions
 from holdfast.metrics import ChosenMetrics, PerExample, Predictions, Shares, difference_of, level_of
-from holdfast.metrics.labels import IGNORED, LABEL_METRICS, label_metric, label_metrics
+from holdfast.metrics.tasks import IGNORED, LABEL_METRICS, label_metric, label_metrics
 from holdfast.train.recipe import Recipe
 from holdfast.train.start import padding_token, start_model, start_tokenizer
 from holdfast.train.task import (
