@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from holdfast.data import ImageSet, image_set
-from holdfast.data.cifar import BINARY, CLASSES
+from holdfast.data.labelled_images import BINARY, CLASSES
 
 EACH = {"train": 4, "test": 2}  # images of a class
 
@@ -135,7 +135,7 @@ def test_wrong_data_are_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(ValueError, match="damaged"):
         image_set("cifar10", folder=tmp_path)
     packed.write_bytes(lzma.compress(archive(whole)))
-    monkeypatch.setattr("holdfast.data.cifar.MOST_UNPACKED", 2**15)
+    monkeypatch.setattr("holdfast.data.labelled_images.MOST_UNPACKED", 2**15)
     with pytest.raises(ValueError, match="unpacks to more"):
         image_set("cifar10", folder=tmp_path)
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from holdfast.data import domain_set
-from holdfast.data.domains import DomainOrder, JoinedImages
-from holdfast.data.labelled_images import ArrayImages, FileImages, decode
+from holdfast.data.draws import DomainOrder
+from holdfast.data.images import FileImages, decode
 
 DOMAINS = {"art": 15, "cartoon": 10, "photo": 12, "sketch": 21}
 CLASSES = ("cat", "dog", "elk")
@@ -43,7 +43,7 @@ def test_the_splits_are_those_of_training_domain_validation(folder: Path) -> Non
         others = [name for name in DOMAINS if name != held_out]
         assert len(splits["valid"]) == sum(DOMAINS[name] // 5 for name in others)
         assert len(splits["train"]) == sum(DOMAINS[name] - DOMAINS[name] // 5 for name in others)
-        paths = found.domains[held_out].files.paths
+        paths = found.domains[held_out].paths
         assert splits["test"] is found.domains[held_out]
         assert paths == [path for name in CLASSES for path in sorted((folder / held_out / name).iterdir())]
         # Pixels are noise, so an image is known by them: every image of a training domain is in one of the two splits.
@@ -51,7 +51,7 @@ def test_the_splits_are_those_of_training_domain_validation(folder: Path) -> Non
         expected = [
             torch.from_numpy(decode(path, 4)).permute(2, 0, 1).float() / 255
             for name in others
-            for path in found.domains[name].files.paths
+            for path in found.domains[name].paths
         ]
         as_bytes = Counter(one.numpy().tobytes() for one in used)
         assert as_bytes == Counter(one.numpy().tobytes() for one in expected) and set(as_bytes.values()) == {1}
@@ -69,15 +69,14 @@ def test_the_split_of_a_domain_depends_on_the_seed_only(folder: Path) -> None:
     assert not torch.equal(equal.orders[0].at(range(40)), equal.orders[1].at(range(40)))
 
 
-def test_labels_and_pixels_of_joined_images_stay_together() -> None:
-    labels = [torch.arange(5), torch.arange(5, 9)]
-    parts = [ArrayImages(own.byte()[:, None, None, None].expand(-1, 3, 2, 2).contiguous(), own) for own in labels]
-    joined = JoinedImages(parts, [torch.tensor([4, 0, 2]), torch.tensor([1, 3])])
-    assert joined.labels.tolist() == [4, 0, 2, 6, 8] and len(joined) == 5
-    wanted = torch.tensor([4, 0, 3, 0, 2])
-    values = (joined.pixels(wanted) * 255).round().long()
-    assert values[:, 0, 0, 0].tolist() == joined.labels[wanted].tolist()
-    assert joined.pixels([]).shape == (0, 3, 2, 2)
+def test_labels_and_pixels_of_joined_domains_stay_together(folder: Path) -> None:
+    train = domain_set(folder, size=4).leave_out("photo", seed=0).images("train")
+    assert isinstance(train, FileImages)
+    assert [CLASSES[label] for label in train.labels.tolist()] == [path.parent.name for path in train.paths]
+    wanted = torch.tensor([30, 0, 13, 0])
+    expected = [torch.from_numpy(decode(train.paths[number], 4)).permute(2, 0, 1) for number in wanted.tolist()]
+    assert torch.equal(train.pixels(wanted), torch.stack(expected).float() / 255)
+    assert train.pixels([]).shape == (0, 3, 4, 4)
 
 
 def test_a_batch_has_as_many_images_of_each_domain(folder: Path) -> None:
@@ -110,14 +109,16 @@ def test_a_batch_that_cannot_be_equal_is_refused() -> None:
 
 
 def test_images_in_memory_are_those_of_the_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files, kept = domain_set(folder, size=5), domain_set(folder, size=5)
+    kept = domain_set(folder, size=5)
     kept.read()
-    assert all(images.values is not None for images in kept.domains.values())
-    for name in DOMAINS:
-        assert torch.equal(files.domains[name].pixels([3, 1]), kept.domains[name].pixels(torch.tensor([3, 1])))
-    monkeypatch.setattr("holdfast.data.domains.LARGEST_IN_MEMORY", 10)
+    monkeypatch.setattr("holdfast.data.images.LARGEST_IN_MEMORY", 10)
+    files = domain_set(folder, size=5)
     files.read()
-    assert all(images.is_read and images.values is None for images in files.domains.values())
+    for name in DOMAINS:
+        assert len(kept.domains[name].decoded or ()) == sum(DOMAINS.values()) and files.domains[name].decoded is None
+        assert torch.equal(files.domains[name].pixels([3, 1]), kept.domains[name].pixels(torch.tensor([3, 1])))
+    train = kept.leave_out("photo", seed=0).images("train")
+    assert isinstance(train, FileImages) and train.decoded is kept.domains["photo"].decoded  # not decoded again
 
 
 def test_crops_and_sides_are_those_of_the_files_on_disk_in_the_order_of_the_batch(folder: Path) -> None:
@@ -125,7 +126,7 @@ def test_crops_and_sides_are_those_of_the_files_on_disk_in_the_order_of_the_batc
     found.read()  # images in memory are smaller than those on disk, and are not what is cropped
     train = found.leave_out("photo", seed=0).images("train")
     paths = [
-        found.domains[name].files.paths[number]
+        found.domains[name].paths[number]
         for name in DOMAINS
         if name != "photo"
         for number in found.split(name, 0)[0].tolist()
@@ -147,10 +148,6 @@ def test_crops_and_sides_are_those_of_the_files_on_disk_in_the_order_of_the_batc
         alone = FileImages([paths[number]], [0], 4).crops([0], partial(choose_at, place))
         assert torch.equal(crops[place], alone[0])
     assert train.sides(wanted) == [7] * 5 == found.domains["photo"].sides(range(5))
-    assert (
-        JoinedImages([ArrayImages(torch.zeros(2, 3, 4, 4, dtype=torch.uint8), torch.zeros(2))], [torch.arange(2)]).sides([0])
-        is None
-    )
 
 
 def test_the_checksum_and_the_description_name_every_file_and_domain(folder: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from holdfast.data import ImageSet, image_set, image_sets
-from holdfast.data.labelled_images import FileImages, read_image
+from holdfast.data.images import FileImages, read_image
 from holdfast.data.shifted_images import unsplit_images
 
 DEBIAN = Path("/usr/share/datasets")
@@ -240,7 +240,7 @@ def test_a_folder_of_one_class_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_is_decoded_once_if_all_images_fit_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from holdfast.data import labelled_images as module
+    from holdfast.data import images as module
 
     write_images(tmp_path, "ab", 10)
     decoded, decode = list[Path](), module.decode

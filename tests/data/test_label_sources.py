@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.data import TextSet, text_set
-from holdfast.data.label_sources import GLUE
-from holdfast.data.labelled_texts import class_numbers
+from holdfast.data.labelled_texts import GLUE, class_numbers
 
 # For each GLUE task: the header of train and of dev, and how a row is written from its text, its pair and its label.
 PARSES = ["index", "promptID", "pairID", "genre", "parse1", "parse2", "parse3", "parse4"]

@@ -1,7 +1,6 @@
 """Tokenisers: words, bytes, and Hugging Face's; encoded and decoded, recorded and rebuilt."""
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -150,17 +149,6 @@ def test_the_usual_tokeniser_of_a_text_is_its_own_and_words_are_those_of_trainin
     assert tokenizer(toy).name == "words"
     assert tokenizer(toy).encode("a d").tolist()[1] == 0
     assert len(tokenizer(toy, size=4)) == 4
-
-
-def test_the_number_of_words_does_not_depend_on_the_tokeniser(hub_folder: Path) -> None:
-    """So exp(total nll / words) can be compared between models of words and of subwords."""
-    toy = source(train=TEXT, test=TEXT)
-    by_words, by_pieces = tokenizer(toy, "words"), tokenizer(toy, hub_folder)
-    assert toy.count_words("test") == len(by_words.stream(toy.documents("test")))
-    assert len(by_pieces.stream(toy.documents("test"))) > toy.count_words("test")
-    assert toy.count_bytes("test") == len(TEXT.encode()) + len("Another one.")
-    uniform = len(by_words.stream(toy.documents("test"))) * math.log(len(by_words))
-    assert math.exp(uniform / toy.count_words("test")) == pytest.approx(len(by_words))
 
 
 def test_a_hub_tokeniser_adds_nothing_and_is_not_cut_at_the_models_length(hub_folder: Path) -> None:

@@ -321,7 +321,7 @@ def tokenizer(corpus: Corpus, name: str | Path | None = None, *, size: int | Non
     name = corpus.tokenizer if name is None else str(name)
     if name in WORD_SPLITTERS:
         if corpus.streamed:
-            raise ValueError(f"{corpus.name} is a stream without an end; take its head() to count words, or use bytes.")
+            raise ValueError(f"{corpus.name} is a stream, too long to count words; use bytes, or a model's tokeniser.")
         lines = (line for document in corpus.documents("train") for line in document.lines())
         return Vocabulary(lines, size, splitter=name)
     if size is not None:

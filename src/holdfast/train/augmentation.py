@@ -21,7 +21,7 @@ from torch import Tensor
 from holdfast.data import ExampleOrder, Images, PixelScaling
 from holdfast.data.draws import Draws, ManyDraws
 from holdfast.data.image_operations import LARGEST_MAGNITUDE, OPERATIONS
-from holdfast.data.labelled_images import ArrayImages, Box, as_bytes
+from holdfast.data.images import ArrayImages, Box, as_bytes
 from holdfast.routing.grammar import Limits
 from holdfast.train.mixed_labels import SECOND_LABELS, SECOND_SHARES
 

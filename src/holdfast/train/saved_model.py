@@ -12,7 +12,7 @@ from typing import Any, final
 import torch
 
 from holdfast.data import text_set, text_sets
-from holdfast.data.class_names import read_class_index
+from holdfast.data.shifted_images import read_class_index
 from holdfast.data.tokenizers import HubTokenizer
 from holdfast.files import write_atomically
 from holdfast.hub import load, save

@@ -22,9 +22,16 @@ from torch import Tensor
 
 from holdfast.attacks import CORRUPTIONS, corrupt
 from holdfast.data import Images
-from holdfast.data.class_names import ClassIndex, are_wordnet_ids, outputs_of, published_set
-from holdfast.data.labelled_images import Prepare
-from holdfast.data.shifted_images import ShiftedFolder, counted, recognise
+from holdfast.data.images import Prepare
+from holdfast.data.shifted_images import (
+    ClassIndex,
+    ShiftedFolder,
+    are_wordnet_ids,
+    counted,
+    outputs_of,
+    published_set,
+    recognise,
+)
 from holdfast.metrics import Shares
 from holdfast.metrics.tasks import (
     ALEXNET_CLEAN_ERROR,
