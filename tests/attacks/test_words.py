@@ -6,14 +6,13 @@ import re
 import subprocess
 import sys
 from itertools import pairwise
-from pathlib import Path
 
 import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given
 
-from holdfast.attacks import STOP_WORDS, AttackedText, AttackWarning, load_text, misspell, swap_words, swappable, words_in
+from holdfast.attacks import STOP_WORDS, AttackedText, AttackWarning, misspell, swap_words, swappable, words_in
 
 WIKI = (
     " = Robert <unk> = \n Robert <unk> is an English film , television and theatre actor . He had a guest @-@ starring role "
@@ -145,18 +144,6 @@ def test_targets_left_clean_are_told_from_swapped_ones() -> None:
     # Offsets as a subword tokeniser gives them: an empty one for a special token, a word in two halves, punctuation alone.
     spans = [(0, 0), (0, 1), (1, 3), (3, 4), (4, 8), (8, 14), (22, 25), (25, 26)]
     assert attacked.is_changed(0, spans).tolist() == [False, True, True, False, True, False, True, False]
-
-
-def test_an_attacked_set_is_written_once_and_read_back_whole(tmp_path: Path) -> None:
-    attacked = swap_words([WIKI, RUNNING, ""], rate=0.5, seed=4)
-    attacked.save(tmp_path / "set.json")
-    attacked.save(tmp_path / "set.json")  # the same again is no harm
-    assert load_text(tmp_path / "set.json") == attacked
-    with pytest.raises(ValueError, match="other attacked texts"):
-        swap_words([WIKI], rate=1.0).save(tmp_path / "set.json")
-    (tmp_path / "set.json").write_text((tmp_path / "set.json").read_text().replace("Robert", "Rupert").replace("AAA", "BBB"))
-    with pytest.raises(ValueError, match="checksum"):
-        load_text(tmp_path / "set.json")
 
 
 def test_a_summary_holds_the_threat_model_and_is_json() -> None:

@@ -359,9 +359,9 @@ _BLANK = re.compile(r"\n\s*\n")
 class Glue:
     """One GLUE task: its folder, its columns and how it is scored."""
 
-    about: str
     folder: str
     columns: Columns
+    about: str
     metric: str = "accuracy"
     header: tuple[str, ...] | None = None  # of files without one
     tests: tuple[tuple[str, str], ...] = (("test", "dev.tsv"),)
@@ -389,52 +389,23 @@ class Glue:
         return read_rows(table, self.columns)
 
 
+_SINGLE, _PAIR = Columns("sentence", None, "label"), Columns("sentence1", "sentence2", "label")
+_COLA_HEADER = ("source", "label", "mark", "sentence")
+_MNLI_TESTS = (("test", "dev_matched.tsv"), ("mismatched", "dev_mismatched.tsv"))
+_MNLI = "pairs of sentences, the second follows from the first, contradicts it, or neither"
+_MRPC = "pairs of sentences of the news, with the same meaning or not"
+_QQP, _STSB = "pairs of questions, duplicates or not", "pairs of sentences, how similar they are from 0 to 5"
+_QNLI = "questions and sentences, the sentence answers the question or not"
 GLUE = {
-    "cola": Glue(
-        "sentences, acceptable English or not",
-        "CoLA",
-        Columns("sentence", None, "label"),
-        "matthews",
-        ("source", "label", "mark", "sentence"),
-    ),
-    "sst2": Glue("sentences of film reviews, good or bad", "SST-2", Columns("sentence", None, "label")),
-    "mrpc": Glue(
-        "pairs of sentences of the news, with the same meaning or not",
-        "MRPC",
-        Columns("#1 String", "#2 String", "Quality"),
-        "f1",
-    ),
-    "qqp": Glue(
-        "pairs of questions, duplicates or not",
-        "QQP",
-        Columns("question1", "question2", "is_duplicate"),
-        "f1",
-        skips_broken_rows=True,
-    ),
-    "stsb": Glue(
-        "pairs of sentences, how similar they are from 0 to 5",
-        "STS-B",
-        Columns("sentence1", "sentence2", "score"),
-        "pearson",
-        regression=True,
-    ),
-    "mnli": Glue(
-        "pairs of sentences, the second follows from the first, contradicts it, or neither",
-        "MNLI",
-        Columns("sentence1", "sentence2", "gold_label"),
-        tests=(("test", "dev_matched.tsv"), ("mismatched", "dev_mismatched.tsv")),
-    ),
-    "qnli": Glue(
-        "questions and sentences, the sentence answers the question or not",
-        "QNLI",
-        Columns("question", "sentence", "label"),
-    ),
-    "rte": Glue(
-        "pairs of sentences, the second follows from the first or not", "RTE", Columns("sentence1", "sentence2", "label")
-    ),
-    "wnli": Glue(
-        "pairs of sentences, a pronoun means what the second says or not", "WNLI", Columns("sentence1", "sentence2", "label")
-    ),
+    "cola": Glue("CoLA", _SINGLE, "sentences, acceptable English or not", "matthews", _COLA_HEADER),
+    "sst2": Glue("SST-2", _SINGLE, "sentences of film reviews, good or bad"),
+    "mrpc": Glue("MRPC", Columns("#1 String", "#2 String", "Quality"), _MRPC, "f1"),
+    "qqp": Glue("QQP", Columns("question1", "question2", "is_duplicate"), _QQP, "f1", skips_broken_rows=True),
+    "stsb": Glue("STS-B", replace(_PAIR, label="score"), _STSB, "pearson", regression=True),
+    "mnli": Glue("MNLI", replace(_PAIR, label="gold_label"), _MNLI, tests=_MNLI_TESTS),
+    "qnli": Glue("QNLI", Columns("question", "sentence", "label"), _QNLI),
+    "rte": Glue("RTE", _PAIR, "pairs of sentences, the second follows from the first or not"),
+    "wnli": Glue("WNLI", _PAIR, "pairs of sentences, a pronoun means what the second says or not"),
 }
 GLUE_PLACES = ("", "glue", "GLUE", "glue_data")  # folders around the folders of tasks
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from holdfast.attacks import CORRUPTIONS, AttackedInputs, attack_curve, attack_pixels, corrupt, find_attack
-from holdfast.attacks.curves import ascending
+from holdfast.attacks.inputs import ascending
 from holdfast.attacks.registry import Attack, require_options
 from holdfast.data import PixelScaling
 from holdfast.files import MIB
