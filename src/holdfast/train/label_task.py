@@ -1,6 +1,6 @@
 """Texts and pairs of texts to classify or to score: examples for training, validation and testing, clean and attacked.
 
-The metric is a metric of labels (`metrics.labels`), by default the one that the data are usually scored by. Routers are
+The metric is a metric of labels (`metrics.tasks`), by default the one that the data are usually scored by. Routers are
 compared by it, higher is better; for accuracy by the share of wrong classes in percent, lower is better. A metric that is
 not defined, as a correlation with constant predictions, gives NaN and a reason.
 
