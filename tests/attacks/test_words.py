@@ -162,9 +162,6 @@ def test_a_rate_that_changes_nothing_is_flagged() -> None:
 def test_a_rate_that_says_nothing_is_an_error(rate: float) -> None:
     with pytest.raises(ValueError, match="rate"):
         swap_words(WIKI, rate=rate)
-
-
-def test_a_missing_rate_is_an_error() -> None:
     with pytest.raises(TypeError, match="rate"):
         swap_words(WIKI)  # type: ignore[call-arg]
 

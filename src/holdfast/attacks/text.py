@@ -217,7 +217,7 @@ def change_words(
         attacked.append("".join([*parts, text[done:]]))
         changes.append(tuple(changed))
         words.append(count)
-    flags = ()
+    flags: tuple[Flag, ...] = ()
     if rate > 0 and not any(changes):
         detail = f"the rate was {rate:g}, but no word was changed: the text is short, or no word may change."
         flags = warn(Flag("nothing changed", detail))

@@ -144,34 +144,26 @@ class PairEncoder:
 
     def encode(self, texts: Sequence[str], pairs: Sequence[str] | None = None) -> EncodedTexts:
         """Return the tokens of all texts, or of all pairs."""
+        types: list[list[int]] | None = None
         if isinstance(self.tokens, HubTokenizer):
-            rows, types = self._encode_with_hub(self.tokens, texts, pairs)
+            with failures(f"the tokeniser of {self.tokens.name} failed on a text"):
+                encoded = self.tokens.tokenizer(
+                    list(texts),
+                    None if pairs is None else list(pairs),
+                    truncation=True,
+                    max_length=self.length,
+                    return_token_type_ids=self.types,
+                    verbose=False,
+                )
+            rows: list[list[int]] = encoded["input_ids"]
+            if not all(rows):
+                raise ValueError(f"the tokeniser of {self.tokens.name} makes no tokens from {texts[rows.index([])]!r}.")
+            types = encoded["token_type_ids"] if self.types else None
         else:
-            pieces = [self.tokens.ids(text) for text in texts]
-            seconds: Sequence[list[int] | None] = [None] * len(texts)
-            if pairs is not None:
-                seconds = [self.tokens.ids(pair) for pair in pairs]
-            rows = [self._joined(*both) for both in zip(pieces, seconds, strict=True)]
-            types = None
+            seconds = [None] * len(texts) if pairs is None else [self.tokens.ids(pair) for pair in pairs]
+            rows = [self._joined(self.tokens.ids(text), second) for text, second in zip(texts, seconds, strict=True)]
         ends = torch.from_numpy(np.cumsum([len(row) for row in rows], dtype=np.int64))
         return EncodedTexts(_flat(rows, torch.int32), None if types is None else _flat(types, torch.uint8), ends, self.pad)
-
-    def _encode_with_hub(
-        self, tokenizer: HubTokenizer, texts: Sequence[str], pairs: Sequence[str] | None
-    ) -> tuple[list[list[int]], list[list[int]] | None]:
-        with failures(f"the tokeniser of {tokenizer.name} failed on a text"):
-            found = tokenizer.tokenizer(
-                list(texts),
-                None if pairs is None else list(pairs),
-                truncation=True,
-                max_length=self.length,
-                return_token_type_ids=self.types,
-                verbose=False,
-            )
-        rows: list[list[int]] = found["input_ids"]
-        if not all(rows):
-            raise ValueError(f"the tokeniser of {tokenizer.name} makes no tokens from {texts[rows.index([])]!r}.")
-        return rows, found["token_type_ids"] if self.types else None
 
     def _joined(self, first: list[int], second: list[int] | None, length: int | None = None) -> list[int]:
         """Return the tokens of a text, or of a pair with a separator, cut to the length."""

@@ -175,7 +175,7 @@ def read_rows(table: Table, columns: Columns, *, labelled: bool = True) -> list[
         known = {name.lower() for name in table.columns}
         usual = [text for text, pair in TEXT_COLUMNS.items() if text in known and (pair is None or pair in known)]
         text = table.column(None, usual[:1])
-        pair = table.column(None, [str(TEXT_COLUMNS[name]) for name in usual[:1]])
+        pair = table.column(None, [pair for name in usual[:1] if (pair := TEXT_COLUMNS[name])])
     label = table.column(columns.label, LABEL_COLUMNS, "data.label")
     has = f"{table.place} has the columns {', '.join(table.columns)}"
     if text is None:

@@ -133,10 +133,8 @@ def text_corpus(path: Path, column: str | None = None) -> Corpus:
         return _table_corpus(path, column)
     if column is not None:
         raise ValueError(f"data.text names the column {column}, but {path} is not a table (.csv, .tsv or .jsonl).")
-    return _folder_corpus(path) if path.is_dir() else _file_corpus(path)
-
-
-def _file_corpus(path: Path) -> Corpus:
+    if path.is_dir():
+        return _folder_corpus(path)
     parts = split_by_position(read_text(path))
     if parts is None:
         raise ValueError(
@@ -153,11 +151,21 @@ def _folder_corpus(folder: Path) -> Corpus:
     if len(named) == len(SPLITS):
         return _split_files(name, f"the texts of {name}", named)
     files: dict[str, Path] = {}
-    for path in sorted(_text_paths(folder)):
-        title = path.relative_to(folder).with_name(unpacked_name(path)).as_posix()
-        if title in files:
-            raise ValueError(f"{folder} has {title} twice, as {files[title].name} and as {path.name}; remove one.")
-        files[title] = path
+    others = 0
+    for place, _, names in os.walk(folder):
+        for path in (Path(place, name) for name in names):
+            if not unpacked_name(path).endswith(".txt") or not path.is_file():
+                others += 1
+                if others > MOST_OTHERS:  # as a disk has
+                    raise ValueError(
+                        f"{folder} has over {MOST_OTHERS:,} files that are not texts (.txt); name a folder of texts."
+                    )
+                continue
+            title = path.relative_to(folder).with_name(unpacked_name(path)).as_posix()
+            if title in files:
+                twice = " and as ".join(sorted((files[title].name, path.name)))
+                raise ValueError(f"{folder} has {title} twice, as {twice}; remove one.")
+            files[title] = path
     if len(files) < len(SPLITS):
         raise ValueError(
             f"{folder} has {len(files)} text files (.txt, or packed as .txt{' or .txt'.join(PACKED)}); "
@@ -169,19 +177,6 @@ def _folder_corpus(folder: Path) -> Corpus:
         return (Document(title, read_text(files[title])) for title in sorted(files) if split_of[title] == split)
 
     return _lazy_corpus(name, f"the {len(files)} texts of {name}, split by file", read)
-
-
-def _text_paths(folder: Path) -> Iterator[Path]:
-    """Yield the text files in a folder and its folders; raise ValueError if it has too many other files, as a disk has."""
-    others = 0
-    for place, _, names in os.walk(folder):
-        for path in (Path(place, name) for name in names):
-            if unpacked_name(path).endswith(".txt") and path.is_file():
-                yield path
-            elif (others := others + 1) > MOST_OTHERS:
-                raise ValueError(
-                    f"{folder} has over {MOST_OTHERS:,} files that are not texts (.txt); name a folder of texts."
-                )
 
 
 def _split_files(name: str, about: str, paths: dict[str, Path], tokenizer: str = "words") -> Corpus:
