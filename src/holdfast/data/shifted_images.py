@@ -216,9 +216,10 @@ class ClassIndex:
     names: tuple[str, ...] | None = None
 
     def ids_of(self, classes: Sequence[str]) -> list[str | None]:
-        """Return the WordNet id of each of a model's classes, None where it has none; raise ValueError if unclear."""
-        if are_wordnet_ids(classes):
-            return list(classes)
+        """Return the WordNet id of each class of a model that names its classes, None where a class has none.
+
+        Raise ValueError if it is not clear which ids they have.
+        """
         if self.names is not None and not _are_unnamed(classes):
             return self._by_name(classes, self.names)
         extra = len(classes) - len(self.ids)
@@ -228,7 +229,8 @@ class ClassIndex:
                 f"{self.source} lists {len(self.ids):,} classes, and the model has {len(classes):,}, such as {classes[0]!r}."
             )
         named = list(classes[1:] if has_background else classes)
-        if not _are_unnamed(classes) and not (published_set(self.ids) == "ImageNet" and _are_usual(named)):
+        are_usual = len(named) == 1000 and all(_first(named[place]) == name for place, name in LANDMARKS.items())
+        if not _are_unnamed(classes) and not (published_set(self.ids) == "ImageNet" and are_usual):
             raise ValueError(
                 f"{self.source} has WordNet ids without names, and the model's classes ({_some(named)}) are not the usual "
                 "ones of ImageNet in their usual order; give a class index with names."
@@ -256,7 +258,7 @@ def read_class_index(path: Path) -> ClassIndex:
     """Return the class index in a file, or the sorted class folders of a folder; raise ValueError if it is none."""
     if path.is_dir():
         inner = next((path / name for name in ("train", "val") if (path / name).is_dir()), path)
-        rows: list[tuple[str, str]] = [(one.name, "") for one in sorted(inner.iterdir()) if one.is_dir()]
+        rows: list[tuple[str, str]] = [(one.name, "") for one in folders_in(inner)]
     elif not path.exists():
         raise ValueError(f"{path} does not exist; a class index is {FORMATS}.")
     elif path.suffix == ".json":
@@ -301,16 +303,10 @@ def outputs_of(folder: Path, folders: Sequence[str], classes: Sequence[str], ind
             )
         known = _numbers(index.ids_of(classes))
     missing = [name for name in folders if name not in known]
-    if len(missing) == len(folders):
-        raise ValueError(
-            f"{folder} has no class in common with the model: its classes are {_some(folders)}; the model has "
-            f"{_some(classes)}."
-        )
     if missing:
-        raise ValueError(
-            f"{folder} has classes that the model does not have, {len(missing)} of {len(folders)}: {_some(missing)}; the "
-            f"model has {_some(classes)}."
-        )
+        some = f"classes that the model does not have, {len(missing)} of {len(folders)}"
+        what = "no class in common with the model" if len(missing) == len(folders) else some
+        raise ValueError(f"{folder} has {what}: {_some(missing)}; the model has {_some(classes)}.")
     outputs = [known[name] for name in folders]
     if None in outputs:
         twice = folders[outputs.index(None)]
@@ -330,10 +326,6 @@ def _numbers(classes: Sequence[str | None]) -> dict[str, int | None]:
 def _are_unnamed(classes: Sequence[str]) -> bool:
     """Return whether these are transformers' labels of classes without names."""
     return all(name == f"LABEL_{number}" for number, name in enumerate(classes))
-
-
-def _are_usual(classes: Sequence[str]) -> bool:
-    return len(classes) == 1000 and all(_first(classes[place]) == name for place, name in LANDMARKS.items())
 
 
 def _plain(name: str) -> str:
