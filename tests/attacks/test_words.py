@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from holdfast.attacks import STOP_WORDS, AttackedText, AttackWarning, misspell, swap_words, swappable, words_in
+from holdfast.attacks import AttackedText, AttackWarning, misspell, swap_words, swappable, words_in
 
 WIKI = (
     " = Robert <unk> = \n Robert <unk> is an English film , television and theatre actor . He had a guest @-@ starring role "
@@ -169,11 +169,6 @@ def test_a_rate_that_says_nothing_is_an_error(rate: float) -> None:
 def test_a_token_with_white_space_is_an_error() -> None:
     with pytest.raises(ValueError, match="space"):
         swap_words(WIKI, rate=0.1, token="A A")
-
-
-def test_stop_words_are_lower_case_and_many() -> None:
-    assert len(STOP_WORDS) > 150 and all(word == word.lower() for word in STOP_WORDS)
-    assert {"the", "of", "don't", "t"} < STOP_WORDS and not {"film", "dogs", "time"} & STOP_WORDS
 
 
 def test_words_to_draw_from_replace_the_token_and_no_word_replaces_itself() -> None:

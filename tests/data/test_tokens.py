@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from data.hub_tokenizers import write_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -35,21 +36,7 @@ def source(**texts: str) -> Corpus:
 
 @pytest.fixture(scope="module")
 def hub_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a byte-pair tokeniser into a folder, as in the folder of a model."""
-    from tokenizers import Tokenizer as Fast
-    from tokenizers import decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    fast = Fast(models.BPE())
-    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    fast.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    fast.train_from_iterator(
-        [TEXT], trainers.BpeTrainer(vocab_size=300, special_tokens=["<|end|>"], initial_alphabet=alphabet)
-    )
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="<|end|>", model_max_length=8).save_pretrained(folder)
-    return folder
+    return write_tokenizer(tmp_path_factory.mktemp("models") / "tiny", "bytes", [TEXT])
 
 
 def every(hub_folder: Path) -> list[Tokenizer]:
