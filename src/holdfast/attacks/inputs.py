@@ -264,26 +264,22 @@ def ranks_of(logits: Tensor, labels: Tensor) -> Tensor:
     return above.sum(1)
 
 
+@dataclass(frozen=True)
 class Threat:
-    """The attacker's budget, norm, bounds and loss, checked; and the loop over batches that all these attacks share.
+    """The attacker's budget, norm, bounds and loss, checked; and the loop over batches that all these attacks share."""
 
-    top     an input is attacked until the right class is not among the `top` largest logits; success always means top 1
-    """
+    budget: float
+    norm: Norm = "linf"
+    bounds: Bounds = (0.0, 1.0)
+    loss: Loss = "cross_entropy"
+    top: int = 1  # an input is attacked until the right class is not among the `top` largest logits; success means top 1
 
-    def __init__(
-        self,
-        budget: float,
-        norm: Norm = "linf",
-        bounds: Bounds = (0.0, 1.0),
-        loss: Loss = "cross_entropy",
-        top: int = 1,
-    ) -> None:
-        check_budget(budget)
-        check_norm(norm)
-        check_count(top, "top")
-        if loss not in LOSSES:
-            raise ValueError(unknown_name("loss", loss, LOSSES))
-        self.budget, self.norm, self.bounds, self.loss, self.top = budget, norm, bounds, loss, top
+    def __post_init__(self) -> None:
+        check_budget(self.budget)
+        check_norm(self.norm)
+        check_count(self.top, "top")
+        if self.loss not in LOSSES:
+            raise ValueError(unknown_name("loss", self.loss, LOSSES))
 
     def run(
         self,
