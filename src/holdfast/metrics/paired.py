@@ -98,8 +98,8 @@ class Shares(PerExample):
 
     @classmethod
     def interval(cls, models: Sequence[Self], baseline: Sequence[Self] = ()) -> Interval:
-        after, *before = (np.mean([one.wrong for one in each], axis=0) for each in (models, baseline) if each)
-        low, high = newcombe(*before, after, seeds=len(models)) if before else _wilson(after, len(models))
+        shares, *others = (np.mean([one.wrong for one in each], axis=0) for each in (models, baseline) if each)
+        low, high = newcombe(others[0], shares, seeds=len(models)) if others else _wilson(shares, len(models))
         return 100 * low, 100 * high
 
 

@@ -82,7 +82,7 @@ class RoutingReport:
             tokens = metrics["load"].tokens
             if not tokens:
                 raise ValueError(f"layer {layer} got only padding; there is nothing to report.")
-            found = {name: metric.result() if metric.tokens else None for name, metric in metrics.items()}
+            found: dict[str, Any] = {name: metric.result() if metric.tokens else None for name, metric in metrics.items()}
             if found["dropped"] is None:
                 del found["dropped"]
             values = {name: asdict(value) if is_dataclass(value) else value for name, value in found.items()}  # type: ignore[arg-type]
