@@ -104,7 +104,6 @@ class Corpus:
 class WordSplitter:
     """A convention that splits a text into words. No word spans two lines, so a text may be split line by line."""
 
-    name: str
     about: str
     line: Callable[[str], list[str]]  # the words of a line
     spans_of_line: Callable[[str], list[Span]]  # the characters of each of these words
@@ -148,23 +147,13 @@ def _word_spans(text: str) -> list[Span]:
 
 
 WORD_SPLITTERS = {
-    splitter.name: splitter
-    for splitter in (
-        WordSplitter(
-            "words",
-            "words and punctuation marks in lower case, <eos> after a document",
-            words,
-            _word_spans,
-            end_of_line=False,
-        ),
-        WordSplitter(
-            "lines",
-            "what is between spaces, <eos> after every line: WikiText's convention",
-            str.split,
-            lambda text: [match.span() for match in re.finditer(r"\S+", text)],
-            end_of_line=True,
-        ),
-    )
+    "words": WordSplitter("words and punctuation marks in lower case, <eos> after a document", words, _word_spans, False),
+    "lines": WordSplitter(
+        "what is between spaces, <eos> after every line: WikiText's convention",
+        str.split,
+        lambda text: [match.span() for match in re.finditer(r"\S+", text)],
+        True,
+    ),
 }
 
 
