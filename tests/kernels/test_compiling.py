@@ -12,33 +12,14 @@ from holdfast.kernels.dispatch import triton as dispatch_triton
 from holdfast.kernels.dispatch import triton_rows
 from holdfast.kernels.fast_launch import FastLaunch
 from holdfast.kernels.finite import triton as finite_triton
-from holdfast.kernels.plain_top_k import triton as plain_triton
 
 B16, F32, I32, I64 = "*bf16", "*fp32", "*i32", "*i64"
 SORTED = {"slots": I64, "order": I64, "used": I32, "offsets": I32, "counts": I32, "totals": I32}
-ROUTED = {"chosen": I64, "layer": "*u8", "name": "*u8", "found": I32, "tiny": "fp32", "coefficient": "fp32", "real": "*i1"}
+ROUTED = {"chosen": I64, "layer": "*u8", "name": "*u8", "found": I32, "tiny": "fp32", "real": "*i1"}
 NUMBERS = ("size", "rows", "experts", "k", "tokens", "width", "blocks", "most", "slots")
 
 # The kernel, the types of its tensors beyond SORTED and ROUTED, and its constants.
 KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
-    "route": (
-        plain_triton._route,
-        dict.fromkeys(("logits", "gates", "weights", "sums"), F32),
-        {"CHECKED": True, "BALANCED": True, "LETTERS": 128, "ROWS": 16, "EXPERTS": 16, "CHUNK": 16, "FEW": True},
-    ),
-    "gradient of route": (
-        plain_triton._gradient,
-        {**dict.fromkeys(("logits", "of_logits", "of_weights", "of_loss", "slopes"), F32), "out": B16},
-        {"HAS_LOGITS": True, "HAS_WEIGHTS": True, "HAS_LOSS": True, "PARTS": 2, "ROWS": 16, "EXPERTS": 16},
-    ),
-    **{
-        f"gradient of route in {parts} parts": (
-            plain_triton._gradient,
-            {**dict.fromkeys(("logits", "of_logits", "of_weights", "of_loss", "slopes"), F32), "out": B16 if parts else F32},
-            {"HAS_LOGITS": False, "HAS_WEIGHTS": True, "HAS_LOSS": True, "PARTS": parts, "ROWS": 16, "EXPERTS": 16},
-        )
-        for parts in (0, 3)
-    },
     "balance": (balance_triton._loss, dict.fromkeys(("sums", "loss", "slopes"), F32), {"R": 64, "E": 16}),
     "sums of balance": (
         balance_triton._sums,
@@ -91,7 +72,7 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
 
 
 def test_every_kernel_of_a_layer_is_compiled() -> None:
-    modules = balance_triton, dispatch_triton, finite_triton, plain_triton, triton_rows
+    modules = balance_triton, dispatch_triton, finite_triton, triton_rows
     found = {value for module in modules for value in vars(module).values() if isinstance(value, FastLaunch)}
     assert found == {kernel for kernel, _, _ in KERNELS.values()}
 

@@ -91,11 +91,6 @@ def refuse_second_derivatives(grad: Tensor, message: str) -> Tensor:
     return out
 
 
-def has_hooks_on_saved_tensors() -> bool:
-    """Return whether what a forward saves is handed to hooks: in activation checkpointing, and where it is offloaded."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # type: ignore[attr-defined]
-
-
 def is_recomputing() -> bool:
     """Return whether a backward is running, in which checkpointing runs a forward again."""
     task: int = torch._C._current_graph_task_id()  # type: ignore[attr-defined]

@@ -104,28 +104,12 @@ class Losses:
                     f"the coefficient of {term.name} is {getattr(self, term.name)}; it must be finite and not negative."
                 )
 
-    @property
-    def balance_alone(self) -> float | None:
-        """The coefficient of `balance` if that is the only loss, computed as here; else None.
-
-        Then a kernel may compute the loss. A subclass, a function in the place of `__call__`, and a coefficient that is a
-        tensor mean something else.
-        """
-        others = self.importance or self.load or self.z or self.entropy
-        if others or not self.balance or not isinstance(self.balance, int | float):
-            return None
-        is_own = type(self) is Losses and Losses.__call__ is _CALL and TERMS["balance"] is balance
-        return float(self.balance) if is_own else None
-
     def __call__(
         self, routing: Routing, token_mask: Tensor | None = None, over_ranks: OverRanks = mean_over_ranks
     ) -> Mapping[str, Tensor]:
         """Return the weighted losses of the tokens of all ranks by name, ready to be added to the training loss."""
         weights = {name: getattr(self, name) for name in TERMS if getattr(self, name) != 0}
         return {name: weight * TERMS[name](routing, token_mask, over_ranks) for name, weight in weights.items()}
-
-
-_CALL = Losses.__call__
 
 
 def _distribution(routing: Routing) -> Tensor:

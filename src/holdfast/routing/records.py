@@ -20,8 +20,7 @@ LARGEST_IN_PADDING = 2.0**50  # the product of two such numbers is far below the
 class Routing:
     """The experts of each token, their weights, and the scores they were selected by.
 
-    Losses, metrics and certificates read this. On a GPU, a kernel may compute the balance loss of plain top-k from logits:
-    its gradient reaches the router, and does not pass through `gates`.
+    Losses, metrics and certificates read this.
     """
 
     logits: Tensor  # (T,E) float32, the scores before the gate function

@@ -18,15 +18,13 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from holdfast.kernels.backward import has_hooks_on_saved_tensors
 from holdfast.kernels.finite import encode_name, require_finite
-from holdfast.kernels.launching import is_exporting, is_intercepted, wait_for_side_stream
-from holdfast.kernels.plain_top_k import plain_top_k
+from holdfast.kernels.launching import is_exporting, wait_for_side_stream
 from holdfast.routing.parts import Informer, Noise, Part, Score, Selector, Traits
 from holdfast.routing.records import Context, Routing
 from holdfast.routing.replaying import checked_slots, replay_selection
 from holdfast.routing.rules import Scores, Selection
-from holdfast.routing.state import StatefulPart, several_ranks
+from holdfast.routing.state import StatefulPart
 
 LossTerms = Callable[[Routing, Tensor | None], Mapping[str, Tensor]]  # (routing, token_mask) -> weighted terms by name
 
@@ -180,13 +178,9 @@ class Router(nn.Module):
         real, usable = context.checked_mask(tokens), context.usable_rows(tokens)
         tokens = tokens if usable is None else tokens.where(usable.unsqueeze(-1), 0.0)
         losses: dict[str, Tensor] = {}
-        plain = self._plain_options(context, usable)
         with _without_autocast(tokens.device.type):
-            if plain is not None:
-                routing = self._route_in_one_function(tokens, losses, *plain)
-            else:
-                routing = self._route(tokens, context, real, usable, losses)
-                losses |= self._own_losses(routing, real)
+            routing = self._route(tokens, context, real, usable, losses)
+            losses |= self._own_losses(routing, real)
         wait_for_side_stream(tokens)
         return routing
 
@@ -200,36 +194,6 @@ class Router(nn.Module):
     def _own_losses(self, routing: Routing, real: Tensor | None) -> Mapping[str, Tensor]:
         """Return the terms of `losses`, in training only."""
         return self.losses(routing, real) if self.training and self.learning and self.losses is not None else {}
-
-    def _plain_options(self, context: Context, usable: Tensor | None) -> tuple[Tensor, int] | None:
-        """Return the score's matrix and k if this forward may run as one function (`plain_top_k`); else None.
-
-        A mask of real tokens needs the stages: what padding contains gets no gradient. A compiler and an exporter need no
-        shortcut. Hooks on parts, modules that wrap them, and modes of PyTorch must see them. A forward that checkpointing
-        runs again must save the same tensors, also if hooks have changed since.
-        """
-        score, select = self.score, self.select
-        if not isinstance(score, Score) or not isinstance(select, Selector):
-            return None  # a module that wraps a part, and may pass on its attributes
-        matrix, k = score.plain_matrix, select.plain_k
-        if matrix is None or k is None or len(self.inform) > 0 or type(matrix) is not nn.Parameter:
-            return None
-        if context.replayed is not None or usable is not None or torch.compiler.is_compiling() or is_exporting():
-            return None
-        is_seen = score.is_watched or select.is_watched or is_intercepted() or has_hooks_on_saved_tensors()
-        return None if is_seen else (matrix, k)
-
-    def _route_in_one_function(self, tokens: Tensor, losses: dict[str, Tensor], matrix: Tensor, k: int) -> Routing:
-        """Return what `_route` returns, in one function. Its losses are `losses`: those of this router are added to them."""
-        layer = self.get_buffer("_name") if self.training and self.check_finite else None
-        balance = None
-        # Looked up on the class: an object that passes attributes on to its `Losses` may compute something else.
-        if self.training and self.learning and hasattr(type(self.losses), "balance_alone") and not several_ranks():
-            balance = self.losses.balance_alone  # type: ignore[union-attr]
-        logits, gates, experts, weights, loss = plain_top_k(tokens, matrix, k, layer=layer, balance=balance)
-        routing = Routing(logits, gates, experts, weights if self.scale == 1 else weights * self.scale, losses)
-        losses |= self._own_losses(routing, None) if loss is None else {"balance": loss}
-        return routing
 
     def _route(
         self,

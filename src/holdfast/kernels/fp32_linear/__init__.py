@@ -21,8 +21,6 @@ from holdfast.kernels.launching import (
     has_bf16_cores,
     has_kernels,
     is_exporting,
-    kernels_of,
-    needs_operators,
     on_device_of,
     operator,
 )
@@ -114,47 +112,6 @@ def linear_float32(tokens: Tensor, weight: Tensor) -> Tensor:
     else:
         out = matmul_float32(rows, weight, transposed=True)
     return out.view(*tokens.shape[:-1], weight.shape[0])
-
-
-def linear_without_autograd(rows: Tensor, weight: Tensor) -> Tensor:
-    """Return what `linear_float32` returns for contiguous `rows (T,d)`; `linear_gradients` is its backward.
-
-    On a GPU it launches the kernel itself: modes of PyTorch see no operator.
-    """
-    if _prefers_kernel(rows, weight):
-        with on_device_of(rows):
-            return kernels_of(__name__).linear(rows, weight, None)
-    return _matmul(rows, weight.t())
-
-
-def linear_gradients(
-    grad: Tensor, rows: Tensor, weight: Tensor, want_rows: bool, want_weight: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of rows and weight for the gradient `grad (T,n)` of their product; None where not wanted.
-
-    If `gradient_part_count` is not 0, `grad (parts,T,n)` may be given as so many bfloat16 parts.
-    """
-    if _prefers_kernel(rows, weight) and needs_operators():
-        of_rows, of_weight = _linear_backward(grad, rows, weight, None, None, None, None, want_rows, want_weight)
-        return of_rows if want_rows else None, of_weight if want_weight else None
-    if _prefers_kernel(rows, weight):
-        with on_device_of(rows):
-            grad = kernels_of(__name__).split_gradient(grad, rows, weight) if grad.dim() == 2 else grad
-            return (
-                kernels_of(__name__).grad_tokens(grad, rows, weight, None) if want_rows else None,
-                kernels_of(__name__).grad_weight(grad, rows, weight, None) if want_weight else None,
-            )
-    return (
-        _matmul(grad, weight).to(rows.dtype) if want_rows else None,
-        _matmul(grad.t(), rows).to(weight.dtype) if want_weight else None,
-    )
-
-
-def gradient_part_count(rows: Tensor, weight: Tensor) -> int:
-    """Return in how many bfloat16 parts `linear_gradients` takes a gradient; 0 if it takes float32."""
-    if not _prefers_kernel(rows, weight):
-        return 0
-    return max(kernels_of(__name__).gradient_count(rows.dtype), kernels_of(__name__).gradient_count(weight.dtype))
 
 
 def _prefers_kernel(rows: Tensor, weight: Tensor) -> bool:
