@@ -14,23 +14,18 @@ import torch
 from torch import Tensor
 
 import holdfast
-from holdfast.kernels import balance, dispatch, fp32_linear, select
+from holdfast.kernels import balance, dispatch, fp32_linear, operators, select
 
 DIM, COUNT = 24, 5
-MODULES = (balance, dispatch, fp32_linear, select)
 
 
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
     """Inside the `with`, use kernels for tensors of a CPU."""
     with ExitStack() as patches:
-        for module in MODULES:
-            for function, stub in (
-                ("has_kernels", lambda tensor: tensor.numel() > 0),
-                ("on_device_of", lambda _: nullcontext()),
-            ):
-                if hasattr(module, function):
-                    patches.enter_context(patch.object(module, function, stub))
+        patches.enter_context(patch.object(operators, "on_device_of", lambda _: nullcontext()))
+        for module in (balance, dispatch, fp32_linear, select):
+            patches.enter_context(patch.object(module, "has_kernels", lambda tensor: tensor.numel() > 0))
         patches.enter_context(patch.object(holdfast.Experts, "_check"))  # it reads the indices, which it does not on a GPU
         yield
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from holdfast.kernels import token_mixing
 from holdfast.kernels.attention import triton as attention_triton
 from holdfast.kernels.float32_parts import PartTypes
-from holdfast.kernels.token_mixing import launch, naive, parts_for_backward, tilings
+from holdfast.kernels.token_mixing import launch, naive, parts_for_backward
 from holdfast.kernels.token_mixing.blocks import SAMPLED_BLOCK as BLOCK
 from holdfast.kernels.token_mixing.blocks import sampled
 
@@ -77,7 +77,7 @@ CASES = [
     Case("wide products", width=130, queries=70, keys=70),
 ]
 GROUPS = 2
-# Vectors that are too wide for a tile: their scores are summed over chunks, and slopes are written (wide.py).
+# Vectors that are too wide for a tile: their scores are summed over chunks, and slopes are written.
 # A token's product with itself is about the width: at a larger scale it would look at itself alone, and have no gradient.
 WIDE = Case("chunks", queries=140, keys=140, width=300, slope=100.0)
 WIDE_SHARED = replace(WIDE, name="chunks, shared", shared=True, scale=0.015)
@@ -117,7 +117,7 @@ def is_supported(case: Case) -> bool:
 
 
 def compare(case: Case, device: str, types: PartTypes) -> None:
-    with mock.patch.object(tilings, "shared_memory", return_value=case.memory) if case.memory else nullcontext():
+    with mock.patch.object(launch, "shared_memory", return_value=case.memory) if case.memory else nullcontext():
         _compare(case, device, types)
 
 
@@ -293,7 +293,7 @@ def compare_heads(device: str) -> None:
     placed = torch.zeros(2, 3, 37, 20)
     placed[:, 2] = grad
     head = torch.tensor([2], device=device)
-    taken = attention_triton.take_heads([each.to(device) for each in (rows, shared, turned)], head, 3)
+    taken = attention_triton.take_heads(head, [each.to(device) for each in (rows, shared, turned)], 3)
     for got, expected in zip(taken, (rows[:, 2], shared[:, 0], turned[:, 2]), strict=True):
         close(got, expected.double(), 0.0, "head")
     close(attention_triton.put_head(grad.to(device), head, 3, 3), placed.double(), 0.0, "head")

@@ -89,7 +89,7 @@ def clusters(
     weight, spreads = torch.randn(width, dim).to(weight_dtype), torch.rand(groups, dim)
     spreads[3] = 0
     there = None if real is None else from_a_mask(real.to(device))
-    order, owners, bounds, totals = clusters_triton.group(first.to(device), there, groups, TILE)
+    order, owners, bounds, totals = clusters_triton.group(first.to(device), there, groups)
 
     members = first[:, None] == torch.arange(groups + 1)
     same(totals, (members & counted[:, None]).sum(0)[:groups].float())
@@ -99,7 +99,7 @@ def clusters(
     for tile, owner in enumerate(owners.tolist()):
         mine = listed[tile * TILE : (tile + 1) * TILE]
         assert (first[mine[mine < count]] == owner).all()
-    where = previous.to(device), there, order, bounds, TILE
+    where = previous.to(device), there, order, bounds
     inputs = previous.double() * counted[:, None]
     by_cluster = (members & counted[:, None]).double()[:, :groups]
     sums = by_cluster.t() @ inputs
@@ -108,7 +108,7 @@ def clusters(
     centred = inputs - by_cluster @ (sums / by_cluster.sum(0).clamp_min(1)[:, None])
     for squared, amounts in ((False, centred.abs()), (True, centred.square())):
         for around in (None, got):  # their own mean, or a given one
-            spread = clusters_triton.sums(*where, around=around, counts=totals, squared=squared)
+            spread = clusters_triton.sums(*where, around, totals, squared)
             close(spread, by_cluster.t() @ amounts, 1e-6)
 
     scales = clusters_triton.feature_scales(spreads.to(device), SMALLEST_SPREAD)
@@ -118,7 +118,7 @@ def clusters(
     x, w = tokens.to(device), weight.to(device)
     g = fp32_linear_triton.split_gradient(grad.to(device), x, w)
     close(
-        fp32_linear_triton.linear(x, w, parts),
+        fp32_linear_triton.linear(x, w, *parts),
         (tokens.double() * scaling) @ weight.double().t(),
         2**-18 if weight_dtype == torch.bfloat16 and dim >= fp32_linear_triton.WIDE else 1e-6,
     )

@@ -9,9 +9,9 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import holdfast
-from holdfast.kernels.fast_launch import FastLaunch
 from holdfast.kernels.fp32_linear import linear_float32
-from holdfast.kernels.launching import is_intercepted
+from holdfast.kernels.operators import Kernel
+from holdfast.kernels.torch_internals import is_intercepted
 
 
 class Compiled:
@@ -27,7 +27,7 @@ class Compiled:
         self.launches.append((arguments[:3], arguments[9:]))
 
 
-class Kernel:
+class Compiler:
     """A stand-in for a kernel of Triton: it counts how often Triton itself launches it."""
 
     arg_names = ("values", "out", "size", "scale", "WIDE", "BLOCK")
@@ -48,13 +48,13 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: "stream", raising=False)
 
 
-def launch(kernel: FastLaunch, values: Tensor, size: int = 5, **constants: Any) -> None:
+def launch(kernel: Kernel, values: Tensor, size: int = 5, **constants: Any) -> None:
     kernel[(3, 2)](values, values, size, 0.5, **{"WIDE": True, "BLOCK": 64, "num_warps": 4, **constants})
 
 
 def test_the_second_launch_does_not_ask_triton() -> None:
-    kernel, values = Kernel(), torch.zeros(8)
-    fast: Any = FastLaunch(kernel)
+    kernel, values = Compiler(), torch.zeros(8)
+    fast: Any = Kernel(kernel)
     launch(fast, values)
     assert kernel.asked == 1 and kernel.launches == []
     other = torch.ones(8)
@@ -78,8 +78,8 @@ OTHER_KINDS: dict[str, Any] = {
 
 @pytest.mark.parametrize("other", OTHER_KINDS)
 def test_arguments_of_another_kind_are_compiled_anew(other: str) -> None:
-    kernel = Kernel()
-    fast: Any = FastLaunch(kernel)
+    kernel = Compiler()
+    fast: Any = Kernel(kernel)
     launch(fast, torch.zeros(8))
     OTHER_KINDS[other](fast)
     assert kernel.asked == 2
@@ -88,8 +88,8 @@ def test_arguments_of_another_kind_are_compiled_anew(other: str) -> None:
 
 
 def test_the_interpreter_is_asked_every_time() -> None:
-    kernel, values = Kernel(compiles=False), torch.zeros(8)
-    fast: Any = FastLaunch(kernel)
+    kernel, values = Compiler(compiles=False), torch.zeros(8)
+    fast: Any = Kernel(kernel)
     launch(fast, values)
     launch(fast, values)
     assert kernel.asked == 2
@@ -97,9 +97,9 @@ def test_the_interpreter_is_asked_every_time() -> None:
 
 def test_a_profiler_with_hooks_is_called_by_triton() -> None:
     knobs = pytest.importorskip("triton.knobs")
-    kernel, values = Kernel(), torch.zeros(8)
+    kernel, values = Compiler(), torch.zeros(8)
     seen: list[Any] = []
-    fast: Any = FastLaunch(kernel)
+    fast: Any = Kernel(kernel)
     launch(fast, values)
     knobs.runtime.launch_exit_hook.add(seen.append)
     launch(fast, values)

@@ -9,7 +9,7 @@ import torch
 
 import holdfast
 from holdfast import Context
-from holdfast.kernels.launching import on_side_stream, wait_for_side_stream
+from holdfast.kernels.operators import on_side_stream, wait_for_side_stream
 from holdfast.routing import Previous, clustering
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])

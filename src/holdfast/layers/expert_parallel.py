@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from holdfast.kernels.backward import refuse_second_derivatives
 from holdfast.kernels.dispatch import combine_rows, gather_rows
+from holdfast.kernels.operators import refuse_second_derivatives
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

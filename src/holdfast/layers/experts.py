@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from holdfast.errors import unknown_name
 from holdfast.kernels.dispatch import Dispatch, dispatch
 from holdfast.kernels.grouped import gather_mm, mm_combine
-from holdfast.kernels.launching import is_exporting
 from holdfast.kernels.quantised import FLOATS, as_float
+from holdfast.kernels.torch_internals import is_exporting
 from holdfast.layers.expert_parallel import ExpertShards
 
 Activation = Callable[[Tensor], Tensor]

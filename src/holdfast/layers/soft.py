@@ -11,7 +11,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from holdfast.kernels.launching import is_exporting
+from holdfast.kernels.torch_internals import is_exporting
 from holdfast.layers.experts import Experts
 from holdfast.layers.moe import MoE, RoutedLayer
 from holdfast.routing import Routing

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from holdfast.kernels.torch_internals import register_dataclass
 from holdfast.routing.cache import RouterCache
 
 LARGEST_IN_PADDING = 2.0**50  # the product of two such numbers is far below the largest float32
@@ -81,8 +81,7 @@ class Routing:
         return torch.stack([*values, self.gates.new_zeros(())]).sum()
 
 
-# `torch.export` can then export a layer that returns a Routing.
-pytree.register_dataclass(Routing, serialized_type_name="holdfast.Routing")
+register_dataclass(Routing, "holdfast.Routing")
 
 
 @dataclass(frozen=True)

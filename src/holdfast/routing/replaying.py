@@ -13,6 +13,7 @@ B sequences of N tokens, E experts, K slots in a record, S slots in the live sel
 import torch
 from torch import Tensor
 
+from holdfast.kernels.torch_internals import assert_on_device
 from holdfast.routing.parts import Selector
 from holdfast.routing.rules import Scores, Selection
 
@@ -54,7 +55,7 @@ def require_values(slots: Tensor, experts: int, k: int | None, layer: str) -> No
     of_size = torch.ones_like(whole) if k is None else ((used.sum(-1) == k) | none).all()
     is_capturing = slots.is_cuda and torch.cuda.is_current_stream_capturing()
     if torch.compiler.is_compiling() or is_capturing:
-        torch._assert_async(in_range & whole & of_size & ~repeated.any(), f"{layer}: recorded routes do not fit")
+        assert_on_device(in_range & whole & of_size & ~repeated.any(), f"{layer}: recorded routes do not fit")
         return
     if bool(in_range & whole & of_size & ~repeated.any()):
         return

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.kernels.finite import encode_name, require_finite
-from holdfast.kernels.launching import is_exporting, wait_for_side_stream
+from holdfast.kernels.operators import wait_for_side_stream
+from holdfast.kernels.torch_internals import is_exporting, is_exporting_to_onnx
 from holdfast.routing.parts import Informer, Noise, Part, Score, Selector, Traits
 from holdfast.routing.records import Context, Routing
 from holdfast.routing.replaying import checked_slots, replay_selection
@@ -313,7 +314,7 @@ class Router(nn.Module):
                 f"{self.layer}: torch.jit.trace and torch.onnx.export(dynamo=False) cannot record a router; use "
                 "torch.export.export or torch.onnx.export(dynamo=True)."
             )
-        if not is_exporting() or not _is_exporting_to_onnx():
+        if not is_exporting() or not is_exporting_to_onnx():
             return
         if not self.select.in_onnx:
             raise ValueError(
@@ -374,12 +375,3 @@ def _detach_unusable(values: Tensor, usable: Tensor | None) -> Tensor:
     if usable is None:
         return values
     return torch.where(usable.view(*usable.shape, *[1] * (values.dim() - 2)), values, values.detach())
-
-
-def _is_exporting_to_onnx() -> bool:
-    return torch.onnx.is_in_onnx_export()
-
-
-# `torch.onnx.export` may run Dynamo, which replaces `is_in_onnx_export()` by False. This attribute makes Dynamo call the
-# function instead. The decorator `torch.compiler.assume_constant_result` sets it too, but imports all of Dynamo.
-_is_exporting_to_onnx._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -2,20 +2,17 @@
 
 # mypy: ignore-errors
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from holdfast.kernels.fast_launch import fast_launch
-from holdfast.kernels.launching import cdiv, next_power_of_2
+from holdfast.kernels.operators import cdiv, kernel, next_power_of_2
 from holdfast.kernels.select import TINY
 
 MOST_PROGRAMS = 256  # that add up tokens; one program then adds their sums
 IN_REGISTERS = 4096  # gates that a program has in registers
 
 
-@fast_launch
-@triton.jit
+@kernel
 def _sums(
     gates, chosen, real, sums, tokens, experts, tiny, K: tl.constexpr, MASKED: tl.constexpr, T: tl.constexpr, E: tl.constexpr
 ):
@@ -44,8 +41,7 @@ def _sums(
     tl.store(row + 2 * experts, tl.sum(count, axis=0))
 
 
-@fast_launch
-@triton.jit
+@kernel
 def _loss(sums, loss, slopes, rows, experts, tiny, R: tl.constexpr, E: tl.constexpr):
     """Write E sum_e f_e P_e, and E f_e / count: what a normalised gate adds to it."""
     expert = tl.arange(0, E)
@@ -68,8 +64,7 @@ def _loss(sums, loss, slopes, rows, experts, tiny, R: tl.constexpr, E: tl.conste
     tl.store(loss, tl.sum(slope * mass, axis=0))
 
 
-@fast_launch
-@triton.jit
+@kernel
 def _gradient(grad, gates, real, slopes, out, tokens, experts, tiny, MASKED: tl.constexpr, T: tl.constexpr, E: tl.constexpr):
     expert = tl.arange(0, E)
     token = (tl.program_id(0) * T + tl.arange(0, T)).to(tl.int64)

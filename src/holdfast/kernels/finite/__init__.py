@@ -12,9 +12,10 @@ import math
 import torch
 from torch import Tensor
 
-from holdfast.kernels.launching import EVERYWHERE, HAS_TRITON, on_device_of, operator
+from holdfast.kernels.operators import EVERYWHERE, HAS_TRITON, on_gpu, operator
 
 NAME_BYTES = 128
+_check = on_gpu(__name__, "check")
 
 
 def encode_name(name: str) -> Tensor:
@@ -97,10 +98,7 @@ def _check_on_gpu(scores: Tensor, layer: Tensor, real: Tensor | None) -> None:
         return
     layer = layer if layer.device == scores.device else layer.to(scores.device)
     if HAS_TRITON:
-        from holdfast.kernels.finite import triton
-
-        with on_device_of(scores):
-            triton.check(scores.contiguous(), real, layer, record.name, record.found)
+        _check(scores.contiguous(), real, layer, record.name, record.found)
     else:
         _check_without_triton(scores, layer, real, record)
 

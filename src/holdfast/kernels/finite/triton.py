@@ -1,18 +1,15 @@
 """A Triton kernel that looks for NaN and infinity, and writes the name of the first layer that has one."""
 
 # mypy: ignore-errors
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from holdfast.kernels.fast_launch import fast_launch
-from holdfast.kernels.launching import cdiv
+from holdfast.kernels.operators import cdiv, kernel
 
 BLOCK = 4096
 
 
-@fast_launch
-@triton.jit
+@kernel
 def _check(
     scores, real, layer, name, found, size, experts, MASKED: tl.constexpr, LETTERS: tl.constexpr, BLOCK: tl.constexpr
 ):

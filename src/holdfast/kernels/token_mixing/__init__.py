@@ -10,10 +10,10 @@ The output of a query without allowed keys is 0.
 Products of tokens with entries of 1e19 and more overflow float32. On a CPU such operands are mixed in float64. On a GPU a
 check for them would wait for the device, so the result is NaN, which a router in training reports.
 
-On a GPU, Triton kernels compute tile by tile (triton.py, started by launch.py); vectors of more than 256 numbers in chunks
-(wide.py), up to 8192 numbers, if keys equal queries and there is no second product. Otherwise, on other devices, and with
-levels, PyTorch computes block by block (blocks.py). One query without gradients, a step of decoding, is mixed in PyTorch on
-every device.
+On a GPU, Triton kernels compute tile by tile (triton.py, started by launch.py); vectors of more than 256 numbers in chunks,
+up to 8192 numbers, if keys equal queries and there is no second product. Otherwise, on other devices, and with levels,
+PyTorch computes block by block (blocks.py). One query without gradients, a step of decoding, is mixed in PyTorch on every
+device.
 """
 
 import functools
@@ -23,8 +23,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from holdfast.kernels.backward import differentiable_gradients, is_differentiated
-from holdfast.kernels.launching import EVERYWHERE, HAS_TRITON, is_exporting, on_device_of, operator
+from holdfast.kernels.operators import (
+    EVERYWHERE,
+    HAS_TRITON,
+    differentiable_gradients,
+    is_differentiated,
+    on_device_of,
+    operator,
+)
 from holdfast.kernels.token_mixing.blocks import (
     expanded_mask,
     mix_at_once,
@@ -34,6 +40,7 @@ from holdfast.kernels.token_mixing.blocks import (
     only_real,
     score_terms,
 )
+from holdfast.kernels.torch_internals import is_exporting
 
 KEPT_WIDTH = 256  # parts of wider vectors are not kept for the backward, which splits them again: they take much memory
 VALUE_FP16_PARTS = 6  # the index of the values' float16 parts in the list of `launch.split_operands`
