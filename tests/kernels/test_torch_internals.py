@@ -70,8 +70,11 @@ def test_an_export_is_told_from_a_compilation() -> None:
 def test_an_export_to_onnx_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
     assert is_exporting_to_onnx()
-    function: Any = torch.compile(lambda x: x + is_exporting_to_onnx(), backend="eager", fullgraph=True)
-    assert function(torch.zeros(())).item() == 1
+
+    def add(x: Tensor) -> Tensor:
+        return x + is_exporting_to_onnx()
+
+    assert torch.compile(add, backend="eager", fullgraph=True)(torch.zeros(())).item() == 1
 
 
 def test_modes_transforms_and_batched_gradients_intercept_operators() -> None:

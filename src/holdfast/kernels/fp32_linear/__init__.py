@@ -8,7 +8,7 @@ tensor cores, products of half-precision tokens are computed from bfloat16 parts
 float32, and without float32 copies of the tokens.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
@@ -128,7 +128,10 @@ class _ScaledMatMul(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        return input_gradients(ctx, grad, _scaled_matmul_backward, _scaled_matmul_reference, places=(0, 3))
+        def backward(*arguments):  # type: ignore[no-untyped-def]
+            return _scaled_matmul_backward(*arguments[:-1])  # which computes both gradients, wanted or not
+
+        return input_gradients(ctx, grad, backward, _scaled_matmul_reference, places=(0, 3))
 
 
 def _token_scales(mixture: Tensor, scales: Tensor) -> Tensor:
@@ -149,7 +152,7 @@ def _scaled_matmul_anywhere(tokens: Tensor, mixture: Tensor, scales: Tensor, wei
 
 
 def _scaled_matmul_backward_anywhere(
-    grad: Tensor, tokens: Tensor, mixture: Tensor, scales: Tensor, weight: Tensor, wants: Sequence[bool]
+    grad: Tensor, tokens: Tensor, mixture: Tensor, scales: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor]:
     with ieee_float32():
         per_token = _token_scales(mixture, scales)
@@ -165,10 +168,10 @@ _scaled_matmul = operator(
     devices=EVERYWHERE,
 )
 _scaled_matmul_backward = operator(
-    "scaled_matmul_float32_backward(Tensor grad, Tensor tokens, Tensor mixture, Tensor scales, Tensor weight, bool[] wants)"
+    "scaled_matmul_float32_backward(Tensor grad, Tensor tokens, Tensor mixture, Tensor scales, Tensor weight)"
     " -> (Tensor, Tensor)",
     _scaled_matmul_backward_anywhere,
-    lambda grad, tokens, mixture, scales, weight, wants: like_wanted(grad, (tokens, weight), (True, True)),
+    lambda grad, tokens, mixture, scales, weight: (torch.empty_like(tokens), torch.empty_like(weight)),
     devices=EVERYWHERE,
 )
 

@@ -89,7 +89,10 @@ class _MMCombine(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        backward, reference = partial(_mm_combine_backward, ctx.glu), partial(mm_combine_reference, glu=ctx.glu)
+        def backward(grad, *inputs):  # type: ignore[no-untyped-def]
+            return _mm_combine_backward(grad, *inputs[:-1], ctx.glu, inputs[-1])
+
+        reference = partial(mm_combine_reference, glu=ctx.glu)
         return input_gradients(ctx, grad, backward, reference, places=(0, 1, 2, 6))
 
 
@@ -191,7 +194,6 @@ def _mm_combine_anywhere(
 
 
 def _mm_combine_backward_anywhere(
-    glu: str,
     grad: Tensor,
     hidden: Tensor,
     weight: Tensor,
@@ -200,6 +202,7 @@ def _mm_combine_backward_anywhere(
     slots: Tensor,
     offsets: Tensor,
     bias: Tensor | None,
+    glu: str,
     wants: Sequence[bool],
 ) -> tuple[Tensor, ...]:
     used = offsets[-1]
@@ -221,9 +224,9 @@ def _mm_combine_backward_anywhere(
 
 
 def _mm_combine_backward_fake(
-    glu: str, grad: Tensor, hidden: Tensor, weight: Tensor, slot_weights: Tensor, *rest: Any
+    grad: Tensor, hidden: Tensor, weight: Tensor, slot_weights: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
-    bias, wants = rest[-2:]
+    bias, _, wants = rest[-3:]
     return like_wanted(grad, (hidden, weight, slot_weights, bias), (True, wants[1], True, wants[3]))
 
 
@@ -247,7 +250,7 @@ _mm_combine = operator(
     devices=EVERYWHERE,
 )
 _mm_combine_backward = operator(
-    f"mm_combine_backward(str glu, Tensor grad, Tensor hidden, Tensor weight, Tensor slot_weights, {_PLAN}, bool[] wants) "
+    f"mm_combine_backward(Tensor grad, Tensor hidden, Tensor weight, Tensor slot_weights, {_PLAN}, str glu, bool[] wants) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     _mm_combine_backward_anywhere,
     _mm_combine_backward_fake,
