@@ -157,7 +157,7 @@ class _SoftmaxMix(torch.autograd.Function):
         ctx.wants = [needs[0] or needs[3], needs[0 if key is None else 1] or needs[4] or needs[5], needs[2], coarse]
         inputs = (query, query if key is None else key, *rest[:-OPTIONS])
         real, has_levels = inputs[OPERANDS], inputs[OPERANDS + 2] is not None
-        is_kept = max(each.shape[2] for each in (query, inputs[3]) if each is not None) <= KEPT_WIDTH
+        is_kept = query.shape[2] <= KEPT_WIDTH
         wants = ctx.wants if is_kept else [False, False, False, coarse]
         # The kernels do not read levels: without parts, the mixing runs in blocks.
         parts = [] if has_levels else _mix_parts(*inputs[: OPERANDS - 1], real, ctx.how[0], wants)

@@ -15,8 +15,7 @@ has a kernel over queries and one over keys, and each computes the weights again
 **Wide vectors**, too wide for a tile, are read in chunks. A score is summed over chunks of the width. Each chunk's sum is
 one of tensor cores, and is added up outside of them, because they truncate where float32 rounds. A program has no room for
 the gradient of a block of wide rows. So the kernel over keys (`key_gradient`) writes the slopes as bfloat16 parts (parts, G,
-keys, queries), keys down, for as many keys at a time as `launch.SLOPES_HELD` allows, and `slope_product` multiplies them
-with the vectors:
+keys, queries), keys down, and `slope_product` multiplies them with the vectors, which are both queries and keys:
 
     gradient of query i = scale sum_j slope_ij key_j         gradient of key j = scale sum_i slope_ij query_i
 
@@ -125,46 +124,16 @@ def mask_operand(mask: Tensor | None, otherwise: Tensor) -> Mask:
 
 
 class Slopes(NamedTuple):
-    """The slopes of some keys, for a kernel."""
+    """The slopes of all pairs of rows, for a kernel."""
 
-    at: Tensor  # (parts, G, span, length); not read where the kernel writes no slopes
-    part: int  # numbers of a part, the product of the other three
-    span: int  # keys, with padding
-    length: int  # queries, with padding
-    origin: int  # the first of the keys
+    at: Tensor  # (parts, G, length, length); not read where the kernel writes no slopes
+    part: int  # numbers of a part
+    length: int  # keys, and queries, with padding
     reach: int  # see above
 
 
 @triton.jit
-def _chunked_product(
-    left,
-    right,
-    group,
-    left_start,
-    left_rows,
-    start,
-    rows,
-    scale,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    LEFT_PARTS: tl.constexpr,
-    RIGHT_PARTS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    ASK: tl.constexpr,
-):
-    """Return scale left right^T (LEFT, RIGHT)."""
-    # Multiplying each chunk by the scale keeps the compiler from leaving the whole sum to the tensor cores.
-    total = tl.zeros((LEFT, RIGHT), tl.float32)
-    for column in range(0, WIDTH, CHUNK):
-        a = load_chunk(left, group, left_start, left_rows, column, LEFT, CHUNK, WIDTH, LEFT_PARTS, True)
-        b = load_chunk(right, group, start, rows, column, RIGHT, CHUNK, WIDTH, RIGHT_PARTS, ASK)
-        total += product(tl.zeros((LEFT, RIGHT), tl.float32), a, b, LEFT_PARTS, RIGHT_PARTS, True) * scale
-    return total
-
-
-@triton.jit
-def chunked_scores(
+def _chunked_scores(
     left,
     right,
     group,
@@ -187,20 +156,22 @@ def chunked_scores(
 
     ASK: some rows of the right tile may lie past the last.
     """
-    scores = _chunked_product(
-        left, right, group, left_start, left_rows, start, rows, scale,
-        LEFT, RIGHT, WIDTH, LEFT_PARTS, RIGHT_PARTS, CHUNK, ASK,
-    )  # fmt: skip
+    # Multiplying each chunk by the scale keeps the compiler from leaving the whole sum to the tensor cores.
+    scores = tl.zeros((LEFT, RIGHT), tl.float32)
+    for column in range(0, WIDTH, CHUNK):
+        a = load_chunk(left, group, left_start, left_rows, column, LEFT, CHUNK, WIDTH, LEFT_PARTS, True)
+        b = load_chunk(right, group, start, rows, column, RIGHT, CHUNK, WIDTH, RIGHT_PARTS, ASK)
+        scores += product(tl.zeros((LEFT, RIGHT), tl.float32), a, b, LEFT_PARTS, RIGHT_PARTS, True) * scale
     if SCALED:
         scores = scores * left_factors * row_values(right.factors, group, start, rows, RIGHT, 1.0, ASK)[None, :]
     return scores
 
 
 @triton.jit
-def store_slopes(numbers, slopes, group, column, row, PARTS: tl.constexpr):
+def _store_slopes(numbers, slopes, group, column, row, PARTS: tl.constexpr):
     """Write a tile of slopes, keys `column` down and queries `row` across, as parts."""
-    place = slopes.at + group * slopes.span * slopes.length
-    place += (column - slopes.origin)[:, None] * slopes.length + row[None, :]
+    place = slopes.at + group * slopes.length * slopes.length
+    place += column[:, None] * slopes.length + row[None, :]
     first, second = two_parts(numbers, slopes.at.dtype.element_ty)
     tl.store(place, first)
     if PARTS > 1:
@@ -208,17 +179,17 @@ def store_slopes(numbers, slopes, group, column, row, PARTS: tl.constexpr):
 
 
 @triton.jit
-def clear_slopes(slopes, group, column, sees, first, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr):
+def _clear_slopes(slopes, group, column, sees, first, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr):
     """Set the slopes of up to `reach` queries before row `first` to 0. `sees`: the first row that may attend to a key."""
     for start in range(tl.maximum(sees - slopes.reach, 0) // ROWS * ROWS, first, ROWS):
         nothing = tl.zeros((COLUMNS, ROWS), tl.float32)
-        store_slopes(nothing, slopes, group, column, start + tl.arange(0, ROWS), PARTS)
+        _store_slopes(nothing, slopes, group, column, start + tl.arange(0, ROWS), PARTS)
 
 
 @triton.jit
 def _load_slopes(slopes, group, inside, place, PARTS: tl.constexpr, ASK: tl.constexpr):
     """Load both parts of a tile at `place`, the first twice if PARTS is 1; ASK: 0 where not `inside`."""
-    place = slopes.at + group * slopes.span * slopes.length + place
+    place = slopes.at + group * slopes.length * slopes.length + place
     mask = None
     other = None
     if ASK:
@@ -237,9 +208,7 @@ def slope_product(
     query,
     key,
     out,
-    held,
-    queries,
-    keys,
+    count,
     width,
     scale,
     WIDTH: tl.constexpr,
@@ -247,23 +216,12 @@ def slope_product(
     QUERY_PARTS: tl.constexpr,
     KEY_PARTS: tl.constexpr,
     CAUSAL: tl.constexpr,
-    OF_QUERIES: tl.constexpr,  # write the gradient of queries
-    OF_KEYS: tl.constexpr,  # of the `held` keys whose slopes are given; with both, the sum, for keys that equal queries
-    ADD: tl.constexpr,  # to what is there
-    ASK_QUERIES: tl.constexpr,  # the last step over queries is not a full one
-    ASK_KEYS: tl.constexpr,
+    ASK: tl.constexpr,  # the last step over rows is not a full one
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
 ):
-    """Write a tile of the gradient of queries or keys: all columns of a block of rows, then the next block."""
-    total_rows = queries
-    count = queries
-    origin = 0
-    if not OF_QUERIES:
-        total_rows = keys
-        count = held
-        origin = slopes.origin
+    """Write a tile of the gradient of rows that are both queries and keys: all columns of a block, then the next block."""
     blocks = tl.cdiv(count, ROWS)
     index = tl.program_id(0)
     across = index % (WIDTH // COLUMNS) * COLUMNS
@@ -273,32 +231,26 @@ def slope_product(
     row = first + tl.arange(0, ROWS)
     step = tl.arange(0, INNER)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    if OF_KEYS:
-        start = 0
-        if CAUSAL:
-            start = tl.maximum(slopes.origin + first - (keys - queries), 0) // INNER * INNER
-        for inner in range(start, queries, INNER):
-            right = load_chunk(query, group, inner, queries, across, INNER, COLUMNS, WIDTH, QUERY_PARTS, ASK_QUERIES)
-            place = row[:, None] * slopes.length + (inner + step)[None, :]
-            left = _load_slopes(slopes, group, (inner + step < queries)[None, :], place, SLOPES, ASK_QUERIES)
-            total = product(total, left, right, SLOPES, QUERY_PARTS, False)
-    if OF_QUERIES:
-        end = held
-        if CAUSAL:
-            end = tl.minimum(held, keys - queries + first + ROWS - slopes.origin)
-        for inner in range(0, end, INNER):
-            right = load_chunk(key, group, slopes.origin + inner, keys, across, INNER, COLUMNS, WIDTH, KEY_PARTS, ASK_KEYS)
-            place = (inner + step)[:, None] * slopes.length + row[None, :]
-            left = _load_slopes(slopes, group, (inner + step < held)[:, None], place, SLOPES, ASK_KEYS)
-            turned = tl.trans(left[0]), tl.trans(left[1])
-            total = product(total, turned, right, SLOPES, KEY_PARTS, False)
+    start = 0  # the first query that may attend to these rows
+    end = count  # and the end of the keys that they may attend to
+    if CAUSAL:
+        start = first // INNER * INNER
+        end = tl.minimum(count, first + ROWS)
+    for inner in range(start, count, INNER):
+        right = load_chunk(query, group, inner, count, across, INNER, COLUMNS, WIDTH, QUERY_PARTS, ASK)
+        place = row[:, None] * slopes.length + (inner + step)[None, :]
+        left = _load_slopes(slopes, group, (inner + step < count)[None, :], place, SLOPES, ASK)
+        total = product(total, left, right, SLOPES, QUERY_PARTS, False)
+    for inner in range(0, end, INNER):
+        right = load_chunk(key, group, inner, count, across, INNER, COLUMNS, WIDTH, KEY_PARTS, ASK)
+        place = (inner + step)[:, None] * slopes.length + row[None, :]
+        left = _load_slopes(slopes, group, (inner + step < count)[:, None], place, SLOPES, ASK)
+        turned = tl.trans(left[0]), tl.trans(left[1])
+        total = product(total, turned, right, SLOPES, KEY_PARTS, False)
     column = across + tl.arange(0, COLUMNS)
     inside = (row < count)[:, None] & (column < width)[None, :]
-    place = out + (group * total_rows + origin + row[:, None]) * width + column[None, :]
-    total *= scale
-    if ADD:
-        total += tl.load(place, mask=inside, other=0.0)
-    tl.store(place, total, mask=inside)
+    place = out + (group * count + row[:, None]) * width + column[None, :]
+    tl.store(place, total * scale, mask=inside)
 
 
 @triton.jit
@@ -336,11 +288,11 @@ def _load_kept(
     PARTS: tl.constexpr,
     SECOND_PARTS: tl.constexpr,
     SCALED: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
     """Load the tile of both products that a program keeps, with its factors; with chunks, only the factors."""
     one = 0.0
-    if CHUNKS[0] == 0:
+    if CHUNK == 0:
         one = load_parts(first, group, start, count, HEIGHT, WIDTH, PARTS)
     one_factors = 1.0
     if SCALED:
@@ -348,8 +300,7 @@ def _load_kept(
     other = one
     other_factors = one_factors
     if SECOND > 0:
-        if CHUNKS[0] == 0:
-            other = load_parts(second, group, start, count, HEIGHT, SECOND, SECOND_PARTS)
+        other = load_parts(second, group, start, count, HEIGHT, SECOND, SECOND_PARTS)
         other_factors = row_values(second.factors, group, start, count, HEIGHT, 1.0)[:, None]
     return one, one_factors, other, other_factors
 
@@ -358,7 +309,6 @@ def _load_kept(
 def _scores(
     kept,
     kept_first,
-    kept_second,
     kept_start,
     kept_count,
     first,
@@ -377,7 +327,7 @@ def _scores(
     SECOND_KEPT: tl.constexpr,
     SECOND_LOADED: tl.constexpr,
     SCALED: tl.constexpr,
-    CHUNKS: tl.constexpr,  # columns of both products that are read at a time; 0 is all
+    CHUNK: tl.constexpr,  # columns that are read at a time; 0 is all. With chunks, there is no second product
     ASK: tl.constexpr,
 ):
     """Return the scores (LEFT, RIGHT) of a kept tile and a loaded one, and the loaded parts of the first product.
@@ -385,17 +335,12 @@ def _scores(
     With chunks, nothing is kept: chunks of both tiles are loaded, and none is returned.
     """
     nothing = tl.zeros((LEFT, RIGHT), tl.float32)
-    if CHUNKS[0] > 0:
+    if CHUNK > 0:
         loaded = nothing
-        scores = chunked_scores(
+        scores = _chunked_scores(
             kept_first, first, group, kept_start, kept_count, start, count, scale * LOG2_E, kept[1],
-            LEFT, RIGHT, WIDTH, KEPT, LOADED, SCALED, CHUNKS[0], ASK,
+            LEFT, RIGHT, WIDTH, KEPT, LOADED, SCALED, CHUNK, ASK,
         )  # fmt: skip
-        if SECOND > 0:
-            scores += chunked_scores(
-                kept_second, second, group, kept_start, kept_count, start, count, second_scale * LOG2_E, kept[3],
-                LEFT, RIGHT, SECOND, SECOND_KEPT, SECOND_LOADED, True, CHUNKS[1], ASK,
-            )  # fmt: skip
     else:
         loaded = load_parts(first, group, start, count, RIGHT, WIDTH, LOADED, ASK)
         scores = product(nothing, kept[0], loaded, KEPT, LOADED, True)
@@ -437,7 +382,7 @@ def mix(
     HAS_BIAS: tl.constexpr,
     HAS_REAL: tl.constexpr,
     MASK: tl.constexpr,
-    CHUNKS: tl.constexpr,  # see `_scores`
+    CHUNK: tl.constexpr,  # see `_scores`
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     FOLD: tl.constexpr,
@@ -447,7 +392,7 @@ def mix(
     first = (tl.num_programs(1) - 1 - _turn(FOLD)) * ROWS
     row = first + tl.arange(0, ROWS)
     limits = limit(row, queries, keys, CAUSAL)[:, None]
-    kept = _load_kept(query, second_query, group, first, queries, ROWS, WIDTH, SECOND, PARTS[0], PARTS[2], SCALED, CHUNKS)
+    kept = _load_kept(query, second_query, group, first, queries, ROWS, WIDTH, SECOND, PARTS[0], PARTS[2], SCALED, CHUNK)
     highest = tl.full((ROWS,), -float("inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     mixed = tl.zeros((ROWS, VALUES), tl.float32)
@@ -456,8 +401,8 @@ def mix(
         for start in range(plain * ask, plain + (last - plain) * ask, COLUMNS):
             column = start + tl.arange(0, COLUMNS)
             scores, _ = _scores(
-                kept, query, second_query, first, queries, key, second_key, group, start, keys, scale, second_scale,
-                ROWS, COLUMNS, WIDTH, SECOND, PARTS[0], PARTS[1], PARTS[2], PARTS[3], SCALED, CHUNKS, ask,
+                kept, query, first, queries, key, second_key, group, start, keys, scale, second_scale,
+                ROWS, COLUMNS, WIDTH, SECOND, PARTS[0], PARTS[1], PARTS[2], PARTS[3], SCALED, CHUNK, ask,
             )  # fmt: skip
             if HAS_BIAS:
                 scores += row_values(bias, group, start, keys, COLUMNS, 0.0, ask)[None, :] * LOG2_E
@@ -520,7 +465,7 @@ def query_gradient(
     HAS_BIAS: tl.constexpr,
     HAS_REAL: tl.constexpr,
     MASK: tl.constexpr,
-    CHUNKS: tl.constexpr,  # see `_scores`; always (0, 0)
+    CHUNK: tl.constexpr,  # see `_scores`; always 0
     SHARED: tl.constexpr,  # keys equal queries, and `out` holds the keys' gradient: add to it
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -531,7 +476,7 @@ def query_gradient(
     first = (tl.num_programs(1) - 1 - _turn(FOLD)) * ROWS
     row = first + tl.arange(0, ROWS)
     limits = limit(row, queries, keys, CAUSAL)[:, None]
-    kept = _load_kept(query, second_query, group, first, queries, ROWS, WIDTH, SECOND, PARTS[0], PARTS[2], SCALED, CHUNKS)
+    kept = _load_kept(query, second_query, group, first, queries, ROWS, WIDTH, SECOND, PARTS[0], PARTS[2], SCALED, CHUNK)
     g = load_parts(grad, group, first, queries, ROWS, VALUES, 2)
     level = row_values(log_total, group, first, queries, ROWS, 0.0)
     level = tl.where(level > -float("inf"), level, 0.0) * LOG2_E
@@ -545,8 +490,8 @@ def query_gradient(
         for start in range(plain * ask, plain + (last - plain) * ask, COLUMNS):
             column = start + tl.arange(0, COLUMNS)
             scores, b = _scores(
-                kept, query, second_query, first, queries, key, second_key, group, start, keys, scale, second_scale,
-                ROWS, COLUMNS, WIDTH, SECOND, PARTS[0], PARTS[1], PARTS[2], PARTS[3], SCALED, CHUNKS, ask,
+                kept, query, first, queries, key, second_key, group, start, keys, scale, second_scale,
+                ROWS, COLUMNS, WIDTH, SECOND, PARTS[0], PARTS[1], PARTS[2], PARTS[3], SCALED, CHUNK, ask,
             )  # fmt: skip
             if HAS_BIAS:
                 scores += row_values(bias, group, start, keys, COLUMNS, 0.0, ask)[None, :] * LOG2_E
@@ -617,22 +562,22 @@ def key_gradient(
     MASK: tl.constexpr,
     WANTS_KEY: tl.constexpr,
     WANTS_VALUE: tl.constexpr,
-    CHUNKS: tl.constexpr,  # see `_scores`; with chunks, write slopes in place of the gradients of keys
+    CHUNK: tl.constexpr,  # see `_scores`; with chunks, write slopes in place of the gradients of keys
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     FOLD: tl.constexpr,
 ):
     """Compute scores transposed, keys down and queries across, so that the weights can be left factors as they are."""
     group = tl.program_id(0).to(tl.int64)
-    begin = slopes_out.origin + _turn(FOLD) * COLUMNS
+    begin = _turn(FOLD) * COLUMNS
     column = begin + tl.arange(0, COLUMNS)
-    kept = _load_kept(key, second_key, group, begin, keys, COLUMNS, WIDTH, SECOND, PARTS[1], PARTS[3], SCALED, CHUNKS)
+    kept = _load_kept(key, second_key, group, begin, keys, COLUMNS, WIDTH, SECOND, PARTS[1], PARTS[3], SCALED, CHUNK)
     v = kept[0]
     if WANTS_KEY:
         v = load_parts(value, group, begin, keys, COLUMNS, VALUES, PARTS[4])
     gradient = 0.0
     second_gradient = 0.0
-    if CHUNKS[0] == 0:
+    if CHUNK == 0:
         gradient = tl.zeros((COLUMNS, WIDTH), tl.float32)
         second_gradient = gradient
         if SECOND > 0:
@@ -648,8 +593,8 @@ def key_gradient(
         sees = begin - (keys - queries)  # the first row that may attend to the first of these keys
         first = tl.maximum(sees, 0) // ROWS * ROWS
         clear = tl.maximum(tl.cdiv(sees + COLUMNS - 1, ROWS) * ROWS, first)
-        if CHUNKS[0] > 0 and WANTS_KEY:
-            clear_slopes(slopes_out, group, column, sees, first, ROWS, COLUMNS, SLOPES)
+        if CHUNK > 0 and WANTS_KEY:
+            _clear_slopes(slopes_out, group, column, sees, first, ROWS, COLUMNS, SLOPES)
     end = tl.maximum(queries // ROWS * ROWS, first)
     clear = tl.minimum(clear, end)
     if HAS_REAL or MASK != 0:
@@ -661,8 +606,8 @@ def key_gradient(
                 start = tl.where(index < clear, index, index + end - clear)
             row = start + tl.arange(0, ROWS)
             scores, b = _scores(
-                kept, key, second_key, begin, keys, query, second_query, group, start, queries, scale, second_scale,
-                COLUMNS, ROWS, WIDTH, SECOND, PARTS[1], PARTS[0], PARTS[3], PARTS[2], SCALED, CHUNKS, ask,
+                kept, key, begin, keys, query, second_query, group, start, queries, scale, second_scale,
+                COLUMNS, ROWS, WIDTH, SECOND, PARTS[1], PARTS[0], PARTS[3], PARTS[2], SCALED, CHUNK, ask,
             )  # fmt: skip
             if HAS_BIAS:
                 scores += biases
@@ -683,8 +628,8 @@ def key_gradient(
                 slopes = weights * (slopes - middle[None, :])
                 if HAS_BIAS:
                     bias_gradient += tl.sum(slopes, 1)
-                if CHUNKS[0] > 0:
-                    store_slopes(slopes, slopes_out, group, column, row, SLOPES)
+                if CHUNK > 0:
+                    _store_slopes(slopes, slopes_out, group, column, row, SLOPES)
                 else:
                     slopes = two_parts(slopes, g[0].dtype)
                     if SCALED:
@@ -699,7 +644,7 @@ def key_gradient(
         across = tl.arange(0, VALUES)
         inside = own[:, None] & (across < value_width)[None, :]
         tl.store(value_out + here[:, None] * value_width + across[None, :], value_gradient, mask=inside)
-    if WANTS_KEY and CHUNKS[0] == 0:
+    if WANTS_KEY and CHUNK == 0:
         across = tl.arange(0, WIDTH)
         inside = own[:, None] & (across < width)[None, :]
         place = out + here[:, None] * width + across[None, :]
