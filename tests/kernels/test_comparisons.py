@@ -36,7 +36,6 @@ QUICK = [
     "pointers: a load past the end",
     "pointers: a store past the end",
     "pointers: an atomic addition past the end",
-    "pointers: a load without a mask",
 ]
 
 

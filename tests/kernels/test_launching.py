@@ -8,10 +8,8 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import holdfast
 from holdfast.kernels.fp32_linear import linear_float32
 from holdfast.kernels.operators import Kernel
-from holdfast.kernels.torch_internals import is_intercepted
 
 
 class Compiled:
@@ -145,24 +143,3 @@ def test_fake_tensors_run_the_fake_operator() -> None:
 def test_tensors_of_another_class_see_operators() -> None:
     linear_float32(torch.randn(4, 8).as_subclass(Own), torch.randn(3, 8))
     assert any("matmul_float32" in name for name in Own.seen)
-
-
-def test_transforms_see_operators() -> None:
-    rows, weights, seen = torch.randn(4, 8), torch.randn(5, 3, 8), []
-
-    def product(weight: Tensor) -> Tensor:
-        seen.append(is_intercepted())
-        return linear_float32(rows, weight)
-
-    with torch.no_grad():
-        torch.testing.assert_close(torch.func.vmap(product)(weights), rows @ weights.transpose(1, 2))
-    assert seen == [True] and not is_intercepted()
-
-
-def test_batched_gradients_see_operators() -> None:
-    layer = holdfast.MoE(holdfast.create_router("smoe[bias=true]", dim=8, experts=4, k=2), holdfast.Experts(8, 6, 4)).eval()
-    tokens = torch.randn(1, 3, 8)
-    batched, single = (
-        torch.autograd.functional.jacobian(lambda x: layer(x)[0], tokens, vectorize=way) for way in (True, False)
-    )
-    torch.testing.assert_close(batched, single)
