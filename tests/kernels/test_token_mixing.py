@@ -175,7 +175,7 @@ def test_huge_scores_do_not_overflow() -> None:
     torch.testing.assert_close(out, torch.eye(2).unsqueeze(0))
 
 
-LONG = {
+LONG: dict[tuple[str, ...], int] = {
     # N = 16,384, d = 64, E = 16, one sequence, forward and backward: no matrix of a gigabyte
     **{(name,): 300 for name in ("similarity", "attention", "similarity[from=confident]", "attention[heads=all]")},
     # Two padded sequences of 4,096 under the model's own float mask (134 MB): it is not copied for every head, of 4

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 
 from holdfast.kernels.finite import encode_name, require_finite
 from holdfast.kernels.operators import wait_for_side_stream
+from holdfast.kernels.torch_internals import is_exporting
 from holdfast.routing.parts import Informer, Noise, Part, Score, Selector, Traits
 from holdfast.routing.records import Context, Routing
 from holdfast.routing.replaying import replay_record
-from holdfast.routing.router_checks import check_parts, checked_tokens
+from holdfast.routing.router_checks import check_parts, refuse_tracing
 from holdfast.routing.rules import Scores, Selection
 from holdfast.routing.state import StatefulPart
 
@@ -143,8 +144,10 @@ class Router(nn.Module):
 
     def forward(self, tokens: Tensor, context: Context | None = None) -> Routing:
         """Return the `Routing` of `tokens (B,N,d)`. A router that is not sequence-aware also takes `tokens (T,d)`."""
+        if torch.jit.is_tracing() or is_exporting():  # type: ignore[attr-defined]
+            refuse_tracing(self.layer, self.select, self.training)
         context = context or Context()
-        tokens = checked_tokens(self, tokens, context)
+        tokens = context.checked_tokens(tokens, self)
         real, usable = context.checked_mask(tokens), context.usable_rows(tokens)
         tokens = tokens if usable is None else tokens.where(usable.unsqueeze(-1), 0.0)
         with _without_autocast(tokens.device.type):

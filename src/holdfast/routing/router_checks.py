@@ -1,17 +1,11 @@
-"""What a router refuses: parts that do not fit together when it is built, and calls that it cannot answer."""
+"""What a router refuses: parts that do not fit together, and tools that cannot trace or export it."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
-from holdfast.kernels.torch_internals import is_exporting, is_exporting_to_onnx
+from holdfast.kernels.torch_internals import is_exporting_to_onnx
 from holdfast.routing.parts import Informer, Score, Selector
-from holdfast.routing.records import Context
-
-if TYPE_CHECKING:
-    from holdfast.routing.router import Router
 
 
 def check_parts(score: Score, select: Selector, inform: Sequence[Informer]) -> None:
@@ -46,43 +40,22 @@ def check_parts(score: Score, select: Selector, inform: Sequence[Informer]) -> N
         )
 
 
-def checked_tokens(router: "Router", tokens: Tensor, context: Context) -> Tensor:
-    """Return `tokens` as (B,N,d); raise ValueError if this router cannot read them, or not in this way."""
-    _refuse_tracing(router)
-    traits = router.traits
-    if context.cache is not None and not traits.cacheable:
-        raise ValueError(
-            "this router declares cacheable=False: with a RouterCache its routing is not that of one forward; pass "
-            "all tokens in one forward, without a cache."
-        )
-    if tokens.dim() == 2 and not traits.sequence_aware:
-        tokens = tokens.unsqueeze(0)
-    if tokens.dim() != 3:
-        expected = "(B, N, d), because it reads whole sequences" if traits.sequence_aware else "(B, N, d) or (T, d)"
-        raise ValueError(f"{router.layer}: tokens have shape {tuple(tokens.shape)}; this router takes {expected}.")
-    if not tokens.is_floating_point():
-        raise ValueError(f"{router.layer}: tokens have dtype {tokens.dtype}; expected a floating-point dtype.")
-    if tokens.shape[-1] != router.dim:
-        raise ValueError(f"{router.layer}: tokens have width {tokens.shape[-1]}; this router was built for {router.dim}.")
-    return tokens
-
-
-def _refuse_tracing(router: "Router") -> None:
-    """Raise ValueError if this forward is traced or exported by a tool that does not support routers."""
+def refuse_tracing(layer: str, select: Selector, training: bool) -> None:
+    """Raise ValueError if a forward of this layer is traced or exported by a tool that does not support its router."""
     if torch.jit.is_tracing():  # type: ignore[attr-defined]
         raise ValueError(
-            f"{router.layer}: torch.jit.trace and torch.onnx.export(dynamo=False) cannot record a router; use "
+            f"{layer}: torch.jit.trace and torch.onnx.export(dynamo=False) cannot record a router; use "
             "torch.export.export or torch.onnx.export(dynamo=True)."
         )
-    if not is_exporting() or not is_exporting_to_onnx():
+    if not is_exporting_to_onnx():
         return
-    if not router.select.in_onnx:
+    if not select.in_onnx:
         raise ValueError(
-            f"{router.layer}: ONNX lacks operators that {type(router.select).__name__} needs; use torch.export.export, or "
+            f"{layer}: ONNX lacks operators that {type(select).__name__} needs; use torch.export.export, or "
             "choose another router."
         )
-    if router.training:
+    if training:
         raise ValueError(
-            f"{router.layer}: this router is in training mode, and an ONNX model cannot update router state; call "
+            f"{layer}: this router is in training mode, and an ONNX model cannot update router state; call "
             "model.eval() before torch.onnx.export."
         )

@@ -82,8 +82,9 @@ def softmax_mix(
     If keys equal queries, pass the same object as both: this saves work. With `coarse`, the caller rounds the gradients of
     queries and keys to bfloat16, so they are computed with that accuracy only.
     """
-    options = {"causal": causal, "real": real, "mask": mask, "second": second, "bias": bias, "levels": levels}
-    return _mix(query, key, value, scale=scale, coarse=coarse, with_total=False, **options)[0]
+    limits: dict[str, Any] = {"causal": causal, "real": real, "mask": mask, "levels": levels}
+    options: dict[str, Any] = {"scale": scale, "second": second, "bias": bias, "coarse": coarse}
+    return _mix(query, key, value, with_total=False, **limits, **options)[0]
 
 
 def softmax_mix_with_total(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
@@ -139,7 +140,8 @@ Inputs = tuple[Any, ...]
 def _terms_and_value(inputs: Inputs, causal: bool, scale: float, second_scale: float) -> tuple[ScoreTerms, Tensor]:
     """Return the terms of the scores, and the values without those of padding."""
     query, key, value, *rest = inputs
-    return score_terms(query, key, *rest, causal, scale, second_scale), only_real(value, rest[3])
+    terms = score_terms(query, key, *rest, causal=causal, scale=scale, second_scale=second_scale)
+    return terms, only_real(value, rest[3])
 
 
 def parts_for_backward(parts: list[Tensor]) -> list[Tensor]:
@@ -239,7 +241,8 @@ def _softmax_mix_anywhere(*arguments: Any) -> tuple[Tensor, Tensor]:
     from holdfast.kernels.token_mixing import launch
 
     with on_device_of(inputs[0]):
-        return launch.mix(_rows(inputs, shared), *inputs[OPERANDS - 1 : OPERANDS + 2], parts, *settings)
+        bias, real, mask = inputs[OPERANDS - 1 : OPERANDS + 2]
+        return launch.mix(_rows(inputs, shared), bias, real, mask, parts, *settings)
 
 
 def _softmax_mix_fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
