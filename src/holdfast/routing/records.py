@@ -124,7 +124,7 @@ class Previous:
 
 
 class TokenReader(Protocol):
-    """What `Context.checked_tokens` asks of a router."""
+    """What `checked_tokens` asks of a router."""
 
     @property
     def dim(self) -> int: ...
@@ -134,6 +134,21 @@ class TokenReader(Protocol):
 
     @property
     def traits(self) -> Any: ...
+
+
+def checked_tokens(tokens: Tensor, reader: TokenReader) -> Tensor:
+    """Return `tokens` as (B,N,d); raise ValueError if a router cannot read them."""
+    if tokens.dim() == 2 and not reader.traits.sequence_aware:
+        tokens = tokens.unsqueeze(0)
+    if tokens.dim() != 3:
+        whole = reader.traits.sequence_aware
+        expected = "(B, N, d), because it reads whole sequences" if whole else "(B, N, d) or (T, d)"
+        raise ValueError(f"{reader.layer}: tokens have shape {tuple(tokens.shape)}; this router takes {expected}.")
+    if not tokens.is_floating_point():
+        raise ValueError(f"{reader.layer}: tokens have dtype {tokens.dtype}; expected a floating-point dtype.")
+    if tokens.shape[-1] != reader.dim:
+        raise ValueError(f"{reader.layer}: tokens have width {tokens.shape[-1]}; this router was built for {reader.dim}.")
+    return tokens
 
 
 @dataclass(frozen=True)
@@ -188,27 +203,6 @@ class Context:
         """
         usable = self.usable_rows(rows)
         return rows if usable is None else rows.where(usable.view(*usable.shape, *[1] * (rows.dim() - 2)), 0.0)
-
-    def checked_tokens(self, tokens: Tensor, reader: TokenReader) -> Tensor:
-        """Return `tokens` as (B,N,d); raise ValueError if a router cannot read them in this context."""
-        if self.cache is not None and not reader.traits.cacheable:
-            raise ValueError(
-                "this router declares cacheable=False: with a RouterCache its routing is not that of one forward; pass "
-                "all tokens in one forward, without a cache."
-            )
-        if tokens.dim() == 2 and not reader.traits.sequence_aware:
-            tokens = tokens.unsqueeze(0)
-        if tokens.dim() != 3:
-            whole = reader.traits.sequence_aware
-            expected = "(B, N, d), because it reads whole sequences" if whole else "(B, N, d) or (T, d)"
-            raise ValueError(f"{reader.layer}: tokens have shape {tuple(tokens.shape)}; this router takes {expected}.")
-        if not tokens.is_floating_point():
-            raise ValueError(f"{reader.layer}: tokens have dtype {tokens.dtype}; expected a floating-point dtype.")
-        if tokens.shape[-1] != reader.dim:
-            raise ValueError(
-                f"{reader.layer}: tokens have width {tokens.shape[-1]}; this router was built for {reader.dim}."
-            )
-        return tokens
 
     def checked_mask(self, tokens: Tensor) -> Tensor | None:
         """Return `token_mask`; raise ValueError if it does not fit `tokens (B,N,d)` or marks no token as real.

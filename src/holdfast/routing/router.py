@@ -22,7 +22,7 @@ from holdfast.kernels.finite import encode_name, require_finite
 from holdfast.kernels.operators import wait_for_side_stream
 from holdfast.kernels.torch_internals import is_exporting
 from holdfast.routing.parts import Informer, Noise, Part, Score, Selector, Traits
-from holdfast.routing.records import Context, Routing
+from holdfast.routing.records import Context, Routing, checked_tokens
 from holdfast.routing.replaying import replay_record
 from holdfast.routing.router_checks import check_parts, refuse_tracing
 from holdfast.routing.rules import Scores, Selection
@@ -147,13 +147,21 @@ class Router(nn.Module):
         if torch.jit.is_tracing() or is_exporting():  # type: ignore[attr-defined]
             refuse_tracing(self.layer, self.select, self.training)
         context = context or Context()
-        tokens = context.checked_tokens(tokens, self)
+        self._refuse_cache(context)
+        tokens = checked_tokens(tokens, self)
         real, usable = context.checked_mask(tokens), context.usable_rows(tokens)
         tokens = tokens if usable is None else tokens.where(usable.unsqueeze(-1), 0.0)
         with _without_autocast(tokens.device.type):
             routing = self._route(tokens, context, real, usable)
         wait_for_side_stream(tokens)
         return routing
+
+    def _refuse_cache(self, context: Context) -> None:
+        if context.cache is not None and not self.traits.cacheable:
+            raise ValueError(
+                "this router declares cacheable=False: with a RouterCache its routing is not that of one forward; pass "
+                "all tokens in one forward, without a cache."
+            )
 
     def _route(self, tokens: Tensor, context: Context, real: Tensor | None, usable: Tensor | None) -> Routing:
         """Return the routing, stage by stage, and in training its losses."""

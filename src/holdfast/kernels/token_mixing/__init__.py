@@ -139,9 +139,10 @@ Inputs = tuple[Any, ...]
 
 def _terms_and_value(inputs: Inputs, causal: bool, scale: float, second_scale: float) -> tuple[ScoreTerms, Tensor]:
     """Return the terms of the scores, and the values without those of padding."""
-    query, key, value, *rest = inputs
-    terms = score_terms(query, key, *rest, causal=causal, scale=scale, second_scale=second_scale)
-    return terms, only_real(value, rest[3])
+    query, key, value, second_query, second_key, bias, *limits = inputs
+    operands = (query, key, second_query, second_key, bias)
+    terms = (*operands, *limits, causal, scale, second_scale)
+    return score_terms(*terms), only_real(value, limits[0])
 
 
 def parts_for_backward(parts: list[Tensor]) -> list[Tensor]:
