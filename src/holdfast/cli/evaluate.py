@@ -124,7 +124,7 @@ def print_shifts(title: str, found: dict[str, dict[str, Any]]) -> None:
 
 def print_scores(title: str, scores: dict[str, dict[str, Any]], task: Any) -> None:
     """Print the scores as a table with a row for the clean data and for each attack."""
-    from holdfast.metrics.labels import LABEL_METRICS
+    from holdfast.metrics.tasks import LABEL_METRICS
     from holdfast.report.tables import Table
 
     measure = task.measure
