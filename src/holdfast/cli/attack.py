@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from holdfast.cli.common import Loading, PluginFiles, TestData, check_files, forwards, require_free, show, write_out
+from holdfast.cli.common import Loading, PluginFiles, TestData, forwards, require_free, show, write_out
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,6 @@ class Attack:
         from holdfast.report.attack_page import write_attack_page
 
         assert self.page is not None
-        check_files()
         write_attack_page(stored, self.page, force=True)
         print(f"Page: {self.page}")
 

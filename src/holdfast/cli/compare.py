@@ -11,6 +11,7 @@ from tyro.conf import arg
 
 from holdfast.cli.common import PluginFiles, bar, require_folder, require_place, show, show_messages, slim_table
 from holdfast.comparing import PAGE, ROUTERS, load_with_sweep, run_comparison
+from holdfast.locking import take_over
 
 if TYPE_CHECKING:
     from holdfast.report.stored_comparison import Results
@@ -51,6 +52,8 @@ class Compare:
     """If a router uses more experts per token than the baseline, add the baseline with that number, rounded up."""
     jobs: int = 1
     """How many models to train at the same time; several use one GPU better."""
+    take_over: bool = False
+    """Write into the folder although a process of another host has left its note there; make sure that it has ended."""
     plugins: Annotated[PluginFiles, arg(name="")] = field(default_factory=PluginFiles)
 
     def run(self) -> None:
@@ -65,6 +68,8 @@ class Compare:
         require_folder(self.out)
         for name in ("results.json", PAGE):
             require_place(self.out / name)
+        if self.take_over:
+            take_over(self.out)
         routers = parse_routers(self.routers)
         quiet()
         show_messages()

@@ -8,7 +8,7 @@ import tyro
 from holdfast.cli.attack import Attack
 from holdfast.cli.audit import Audit, ConditionHolds
 from holdfast.cli.certify import Certify
-from holdfast.cli.common import one_line, release_files
+from holdfast.cli.common import locked_files, one_line
 from holdfast.cli.compare import Compare
 from holdfast.cli.evaluate import Evaluate
 from holdfast.cli.geometry import Geometry
@@ -59,5 +59,5 @@ def main(arguments: list[str]) -> int:
         print(f"holdfast: {one_line(problem if failure is None else failure)}", file=sys.stderr)
         return 2
     finally:
-        release_files()
+        locked_files.close()
     return 0
