@@ -18,8 +18,8 @@ from holdfast.data.draws import Draws, ManyDraws
 from holdfast.data.labelled_images import ArrayImages, FileImages
 from holdfast.train import Comparison, Recipe, build_model, load_recipe, make_task, parse_routers
 from holdfast.train.augmentation import AugmentedImages, AugmentPart, MovedImages, crop_box
-from holdfast.train.mixed_labels import mixing_term, soft_labels
 from holdfast.train.recipe import parse_router
+from holdfast.train.soft_labels import mixing_term, soft_labels
 from holdfast.train.training import SingleRun, train
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")

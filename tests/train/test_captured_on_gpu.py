@@ -17,9 +17,9 @@ from holdfast.train import build_model, load_recipe, make_task
 from holdfast.train import train as train_task
 from holdfast.train.captured_step import FIRST_STEPS, CapturedStep
 from holdfast.train.compiled_step import compile_step
-from holdfast.train.label_smoothing import smoothed_labels
 from holdfast.train.recipe import TrainingPart
 from holdfast.train.schedule import schedule_of
+from holdfast.train.soft_labels import soft_labels
 from holdfast.train.step import TrainingStep, adamw
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
@@ -137,10 +137,10 @@ def test_a_learning_rate_that_changes_at_every_step_reaches_replayed_steps(sched
         batch["shift_labels"] = batch["labels"].roll(-1, 1)
     plain, model, constant = build("smoe"), build("smoe"), build("smoe")
     falling = step_of(plain, schedule=schedule, floor=0.1)
-    with smoothed_labels(plain, 0.1):
+    with soft_labels(plain, 0.1):
         expected = train(falling, plain, data)
     step = CapturedStep(step_of(model, schedule=schedule, floor=0.1))
-    with smoothed_labels(model, 0.1):
+    with soft_labels(model, 0.1):
         found = train(step, model, data)
     assert step.is_captured and step.step.done == STEPS
     rates = [falling.schedule(done) for done in range(STEPS)]
@@ -148,7 +148,7 @@ def test_a_learning_rate_that_changes_at_every_step_reaches_replayed_steps(sched
     assert [float(group["lr"]) for group in step.step.optimizer.param_groups] == pytest.approx([rates[-1]] * 2, rel=1e-6)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
     assert differences(model, plain) == []
-    with smoothed_labels(constant, 0.1):
+    with soft_labels(constant, 0.1):
         train(CapturedStep(step_of(constant)), constant, data)
     assert differences(constant, plain) != []
 

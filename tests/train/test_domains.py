@@ -19,9 +19,9 @@ from holdfast.metrics.paired import paired
 from holdfast.report import read_results
 from holdfast.routing.scores import Cosine
 from holdfast.train import Comparison, Recipe, build_model, load_recipe, make_task, parse_routers
+from holdfast.train.building import put_router
 from holdfast.train.domain_summary import summarise_domains
-from holdfast.train.domain_task import DomainTask
-from holdfast.train.put_router import put_router
+from holdfast.train.image_task import DomainTask
 from holdfast.train.saved_model import load_model_and_task
 from holdfast.train.training import SingleRun
 

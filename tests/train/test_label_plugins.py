@@ -15,7 +15,7 @@ from holdfast.attacks import change_words
 from holdfast.data import text_set
 from holdfast.report.stored_comparison import read_results
 from holdfast.train import attack_text, load_recipe, make_task
-from holdfast.train.training import build_model
+from holdfast.train.building import build_model
 
 SMALL = {"training.steps": 2, "training.batch": 4, "data.length": 16, "data.vocabulary": 50, "data.source": "moods"}
 ROWS = [

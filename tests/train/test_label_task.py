@@ -18,12 +18,12 @@ from holdfast.cli.main import main
 from holdfast.data import Bytes, LabelledText, Vocabulary
 from holdfast.data.encoded_texts import PairEncoder
 from holdfast.train import Recipe, attack_text, load_recipe, load_trained, make_task, recipes, save_trained
+from holdfast.train.building import build_model, preflight
 from holdfast.train.label_task import LabelTask, predict
-from holdfast.train.preflight import preflight
 from holdfast.train.recipe import parse_router
 from holdfast.train.saved_model import AuditData, load_model_and_task
 from holdfast.train.task import Measure, attack_routers, routing_metrics
-from holdfast.train.training import SingleRun, build_model
+from holdfast.train.training import SingleRun, require_trainable
 
 SMALL = {
     "training.steps": 12,
@@ -186,6 +186,8 @@ def test_pairs_and_numbers_to_predict_are_trained_and_scored(tmp_path: Path) -> 
     source = pairs(tmp_path / "pairs.tsv", lambda number: str(number / 7))
     task = task_of(source, **{"training.steps": 2})
     assert task.text_set.is_regression and task.metric == "pearson" and task.measure.name == "Pearson"
+    with pytest.raises(ValueError, match="label smoothing is for classes"):
+        require_trainable(task_of(source, **{"training.steps": 2, "training.label_smoothing": 0.1}), 0)
     SingleRun(task.recipe, parse_router("smoe"), 0, tmp_path / "out").run()
     loaded = load_trained(tmp_path / "out")
     assert loaded.model.config.num_labels == 1

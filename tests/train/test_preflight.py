@@ -13,7 +13,7 @@ import holdfast
 from holdfast.routing import Context, Informer
 from holdfast.routing.presets import REGISTRY
 from holdfast.train import Comparison, Recipe, build_model, load_recipe, make_task, parse_routers
-from holdfast.train.preflight import preflight
+from holdfast.train.building import preflight
 from holdfast.train.recipe import parse_router
 from holdfast.train.training import SingleRun
 

@@ -23,7 +23,7 @@ from holdfast.data import ExampleOrder, Images, PixelScaling
 from holdfast.data.draws import Draws, ManyDraws
 from holdfast.data.image_operations import LARGEST_MAGNITUDE, OPERATIONS
 from holdfast.data.labelled_images import ArrayImages, Box, as_bytes
-from holdfast.train.mixed_labels import SECOND_LABELS, SECOND_SHARES
+from holdfast.train.soft_labels import SECOND_LABELS, SECOND_SHARES
 
 OF_IMAGES, OF_MIXING = 1, 2  # the second numbers of the keys of random draws
 RATIO = (3 / 4, 4 / 3)  # of the sides of a crop; Szegedy et al. 2015

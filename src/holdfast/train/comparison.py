@@ -38,10 +38,10 @@ from holdfast.hub.install import hooks_of
 from holdfast.locking import POLL, Lock, Owner, locked
 from holdfast.plugins import PLUGIN_ERRORS, failure_in_plugin, load_plugin, plugin_files
 from holdfast.stored import without_nan
+from holdfast.train.building import build_model, preflight
 from holdfast.train.cells import Cell, Result, merge_results, without_examples
 from holdfast.train.domain_summary import summarise_domains
 from holdfast.train.loop import Guard
-from holdfast.train.preflight import preflight
 from holdfast.train.recipe import Recipe, RouterChoice
 from holdfast.train.run_folder import (
     agrees,
@@ -67,7 +67,7 @@ from holdfast.train.summary import summarise
 from holdfast.train.sweep import Setting, require_few_cells, shares_data, with_choices, with_recipe
 from holdfast.train.task import Task
 from holdfast.train.task_record import MODEL, TASK
-from holdfast.train.training import build_model, quiet, require_trainable, train
+from holdfast.train.training import quiet, require_trainable, train
 from holdfast.version import VERSION, versions
 
 # The keys that a complete result.json must have.

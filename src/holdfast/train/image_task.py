@@ -2,19 +2,30 @@
 
 The metric is the error in percent: 100 (1 - correct / count). Pixels are between 0 and 1 here, and attacks have their budget
 in this range; a model reads them scaled to [-1, 1], or as the image processor of its checkpoint says (`PixelScaling`).
+
+`DomainTask` has images of several domains: train on all but one, select the checkpoint on these, and test on the one that is
+held out.
+
+    train       four fifths of each training domain; a batch has as many images of each
+    validation  the other fifth of each, pooled: with `training.keep: best` and `best_by: figure`, it selects the checkpoint
+    test        the whole held-out domain, which neither training nor selection reads
+
+The split is drawn by the seed of the run, so intervals over seeds include it. The metric is the same error; 100 minus it is
+the accuracy that `domain_summary` compares.
 """
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, final
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from holdfast.data import ExampleOrder, Images, ImageSet, Order, PixelScaling, image_set
+from holdfast.data import DomainSet, ExampleOrder, Images, ImageSet, Order, PixelScaling, domain_set, image_set
 from holdfast.data.shifted_images import UnsplitImages
 from holdfast.hub import trace
 from holdfast.metrics import ChosenMetrics
@@ -33,14 +44,14 @@ from holdfast.train.image_attacks import (
     error_percent,
     per_image,
 )
-from holdfast.train.image_processor import written_processor
-from holdfast.train.image_size_check import require_patches, scale_warning, size_line
+from holdfast.train.image_reading import require_patches, scale_warning, size_line, written_processor
 from holdfast.train.recipe import Recipe
 from holdfast.train.shifted_tests import CleanImages, ShiftedTests, recognise_all
 from holdfast.train.start import start_model, start_scaling
 from holdfast.train.task import (
     AttackTable,
     Examples,
+    HeldOut,
     Inputs,
     Measure,
     Task,
@@ -51,6 +62,7 @@ from holdfast.train.task import (
 PROBE_IMAGES = 64
 VIEW_IMAGES = 8
 VALIDATION_IMAGES = 2048  # at most
+HELD_OUT = "data.held_out"  # the key of the recipe
 
 
 class ImageTask(Task):
@@ -152,7 +164,9 @@ class ImageTask(Task):
         return Examples(order, fetch, steps, fetch_at=augmented, fetch_at_on=augmented.on)
 
     def validation(self) -> Dataset[Inputs]:
-        return _SomeImages(self.image_set.images("valid"), self._most_validation_images, self.scaling)
+        images = self.image_set.images("valid")
+        numbers = evenly_spaced(len(images), self._most_validation_images)
+        return HeldOut(numbers, partial(_inputs, images, self.scaling))
 
     @torch.no_grad()
     def held_out_figure(self, model: Any) -> float:
@@ -257,17 +271,77 @@ class ImageTask(Task):
         return {**chosen.result(), **routing}
 
 
-class _SomeImages(Dataset[Inputs]):
-    """At most `limit` images of a set, evenly spaced."""
+@final
+class DomainTask(ImageTask):
+    """The domains of a recipe. If `data.held_out` has no value, the held-out domain is a further axis of a comparison."""
 
-    def __init__(self, images: Images, limit: int, scaling: PixelScaling) -> None:
-        self.images, self.numbers, self.scaling = images, evenly_spaced(len(images), limit), scaling
+    domain_set: DomainSet
+    split_seed: int = 0
 
-    def __len__(self) -> int:
-        return len(self.numbers)
+    def _read_images(self, folder: Path | None) -> ImageSet:
+        self.domain_set = domain_set(self.recipe.data.source, size=self.recipe.data.size)
+        return self._split()
 
-    def __getitems__(self, places: list[int]) -> Inputs:
-        return _inputs(self.images, self.scaling, torch.tensor([self.numbers[place] for place in places]))
+    def _split(self) -> ImageSet:
+        """Return the images as they are split; while no domain is held out, there are no splits."""
+        held_out, images = self.recipe.data.held_out, self.domain_set
+        if held_out is None:
+            return ImageSet(images.name, images.about, images.classes, {}, images.checksum)
+        return images.leave_out(held_out, self.split_seed)
+
+    def open_choices(self) -> dict[str, list[Any]]:
+        return {HELD_OUT: list(self.domain_set.domains)} if self.recipe.data.held_out is None else {}
+
+    def with_recipe(self, recipe: Recipe) -> Self:
+        other = super().with_recipe(recipe)
+        other.image_set = other._split()
+        return other
+
+    def for_seed(self, seed: int) -> Self:
+        other = copy.copy(self)
+        other.split_seed = seed
+        other.image_set = other._split()
+        return other
+
+    @property
+    def measure(self) -> Measure:
+        long = "share of the images of the held-out domain that are classified wrongly, in percent"
+        return replace(super().measure, long=long)
+
+    def describe(self) -> dict[str, Any]:
+        """Describe all domains: the data of a comparison are the same, whichever domain is held out."""
+        name = next(iter(self.domain_set.domains))
+        some = self if self.image_set.splits else self.with_recipe(_holding_out(self.recipe, name))
+        described = super(DomainTask, some).describe()
+        attack = {**described["attack"], "examples": self.recipe.attack.examples}  # at most
+        return {**described, "data": self.domain_set.describe(), "attack": attack}
+
+    def examples(self, seed: int) -> Examples:
+        """Return the training examples. All domains are read first: an unreadable image is found before training."""
+        self._require_equal_shares()
+        self.domain_set.read()
+        return super().examples(seed)
+
+    @property
+    def _most_validation_images(self) -> int:
+        return len(self.image_set.images("valid"))
+
+    def _order(self, size: int, seed: int) -> ExampleOrder:
+        assert self.recipe.data.held_out is not None
+        # The split that the images have, whatever seed orders them.
+        return self.domain_set.order(self.recipe.data.held_out, size, seed, split_seed=self.split_seed)
+
+    def _require_equal_shares(self) -> None:
+        batch, domains = self.recipe.training.batch, len(self.domain_set.domains) - 1
+        if batch % domains:
+            raise ValueError(
+                f"training.batch is {batch}; a batch has as many images of each of the {domains} training domains: use a "
+                f"multiple of {domains}."
+            )
+
+
+def _holding_out(recipe: Recipe, domain: str) -> Recipe:
+    return replace(recipe, data=replace(recipe.data, held_out=domain))
 
 
 def evenly_spaced(count: int, wanted: int) -> list[int]:

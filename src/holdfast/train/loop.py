@@ -27,7 +27,6 @@ from holdfast.kernels.finite import require_finite_so_far
 from holdfast.routing import Router
 from holdfast.train.captured_step import CapturedStep
 from holdfast.train.checkpoint import TrainingState, load_weights, read_checkpoint, restore_random, write_checkpoint
-from holdfast.train.mixed_labels import soft_labels
 from holdfast.train.recipe import TrainingPart
 from holdfast.train.run_folder import (
     LOOP_FILES,
@@ -40,6 +39,7 @@ from holdfast.train.run_folder import (
 )
 from holdfast.train.schedule import needs_validation, saves, schedule_of, validates
 from holdfast.train.snapshots import damaged_snapshot, snapshot_steps, take_snapshot
+from holdfast.train.soft_labels import soft_labels
 from holdfast.train.step import (
     Step,
     StepRecord,

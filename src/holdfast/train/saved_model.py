@@ -22,10 +22,8 @@ from holdfast.hub.specs import NATIVE
 from holdfast.hub.tracing import longest_sequence, require_finite, require_positions
 from holdfast.plugins import plugins_of
 from holdfast.routing.layer_names import preset_names
-from holdfast.train.domain_task import DomainTask
-from holdfast.train.image_processor import image_reading
-from holdfast.train.image_sources import image_size, index_for, is_folder, named_images, was_trained_on
-from holdfast.train.image_task import ImageTask, evenly_spaced
+from holdfast.train.image_reading import image_reading, image_size, index_for, is_folder, named_images, was_trained_on
+from holdfast.train.image_task import DomainTask, ImageTask, evenly_spaced
 from holdfast.train.label_task import LabelTask
 from holdfast.train.recipe import AttackPart, DataPart, ModelPart, Recipe, SparsePart, TrainingPart
 from holdfast.train.run_folder import WRITE_ERRORS, write_error

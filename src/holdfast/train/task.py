@@ -11,7 +11,7 @@ import hashlib
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self, final
 
@@ -99,6 +99,20 @@ class Examples(Dataset[Inputs]):
         for name, tensor in sorted(self.__getitems__(places).items()):
             digest.update(f"{name} {tuple(tensor.shape)}".encode() + tensor.contiguous().numpy().tobytes())
         return digest.hexdigest()[:16]
+
+
+@final
+class HeldOut(Dataset[Inputs]):
+    """The examples of these numbers, in order. A batch is fetched at once, as one `Inputs`."""
+
+    def __init__(self, numbers: Sequence[int], fetch: Callable[[Tensor], Inputs]) -> None:
+        self.numbers, self.fetch = numbers, fetch
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitems__(self, places: Sequence[int]) -> Inputs:
+        return self.fetch(torch.tensor([self.numbers[place] for place in places]))
 
 
 class Task(ABC):
@@ -218,6 +232,20 @@ def forward(model: Any, inputs: Inputs) -> Any:
 def first_experts(routes: Any) -> list[Tensor]:
     """Return the expert with the largest weight of every token, (T,) on the CPU for each layer."""
     return [routing.experts[:, 0].cpu() for routing in routes]
+
+
+@contextmanager
+def evaluating(model: Any, *, routing: bool = True) -> Iterator[dict[str, Any]]:
+    """Inside the `with`, the model is in evaluation mode.
+
+    Yield a dict that after the `with` has the metrics of the model's routers under "routing"; empty if it is dense, or
+    without `routing`.
+    """
+    was_training = model.training
+    model.eval()
+    with routing_metrics(model) if routing else nullcontext({}) as measured:
+        yield measured
+    model.train(was_training)
 
 
 @contextmanager

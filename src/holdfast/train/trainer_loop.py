@@ -17,7 +17,6 @@ from torch.utils.data import SequentialSampler
 from holdfast.files import append, remove_folder, require_no_links, require_no_links_inside, write_atomically
 from holdfast.hub.folder_files import check_folder
 from holdfast.train.loop import LOG, Guard, Log, Tick, require_finite_weights, resume_point
-from holdfast.train.mixed_labels import soft_labels
 from holdfast.train.recipe import TrainingPart
 from holdfast.train.run_folder import (
     KEPT_CHECKPOINTS,
@@ -29,6 +28,7 @@ from holdfast.train.run_folder import (
 )
 from holdfast.train.schedule import needs_validation, rate_factor, validates
 from holdfast.train.snapshots import snapshot_steps, take_snapshot
+from holdfast.train.soft_labels import soft_labels
 from holdfast.train.task import Inputs, Task
 
 # No times, so that two runs can be compared.
