@@ -175,7 +175,7 @@ def test_the_smoothing_term_is_that_of_cross_entropy() -> None:
 
 @pytest.mark.parametrize("kind", ["text", "images"])
 def test_labels_are_smoothed_in_training_only(kind: str, tiny: Callable[..., Recipe], digits: Callable[..., Recipe]) -> None:
-    task = make_task(tiny({"sparse.balance": 0.0}) if kind == "text" else digits({"sparse.balance": 0.0}))
+    task = make_task(tiny({"losses.balance": 0.0}) if kind == "text" else digits({"losses.balance": 0.0}))
     model, inputs = build_model(task, "smoe", {}, seed=0), task.examples(0).fetch(torch.arange(4))
     with torch.random.fork_rng():
         plain = model.train()(**inputs)
@@ -219,7 +219,7 @@ def test_the_losses_of_a_recipe(tiny: Callable[..., Recipe]) -> None:
     usual = {"importance": 0.0, "load": 0.0, "z": 0.0, "entropy": 0.0}
     for changes, expected in (
         ({}, {**usual, "balance": 0.01}),
-        ({"sparse.balance": 0.3}, {**usual, "balance": 0.3}),
+        ({"losses.balance": 0.3}, {**usual, "balance": 0.3}),
         ({"losses": {"z": 0.001}}, {**usual, "balance": 0.01, "z": 0.001}),
         ({"losses.balance": 0.0}, {**usual, "balance": 0.0}),
     ):
@@ -230,7 +230,6 @@ def test_the_losses_of_a_recipe(tiny: Callable[..., Recipe]) -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"sparse.balance": 0.1, "losses": {"balance": 0.1}}, "sparse.balance is a short form of losses.balance"),
         ({"losses.zeta": 1}, "losses.zeta: unknown key 'zeta': expected one of balance"),
         ({"losses.z": -1}, "losses.z is -1, not a number of at least 0"),
         ({"training.epochs": 2, "training.steps": 5}, "give one of training.steps and training.epochs; .* both"),

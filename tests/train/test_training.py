@@ -33,7 +33,7 @@ def test_the_balance_coefficient_is_inert_in_no_router_of_a_comparison(tiny: Cal
     for balance in (0.0, 0.3):
         few = {"training.steps": 3, "training.warmup": 0, "training.learning_rate": 0.01, "data.test_bytes": 800}
         comparison = Comparison(
-            tiny({**few, "sparse.balance": balance}), parse_routers(",".join(ROUTERS)), 1, tmp_path / str(balance)
+            tiny({**few, "losses.balance": balance}), parse_routers(",".join(ROUTERS)), 1, tmp_path / str(balance)
         )
         found[balance] = {result["router"]: result for result in comparison.run()}
     for router in ROUTERS:
@@ -93,7 +93,7 @@ def test_training_uses_the_batches_of_the_recorded_hashes(
 
 def test_micro_batches_add_up_to_the_batch(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
     """The balance loss is off, because it is computed per micro-batch."""
-    few = {"training.steps": 4, "training.warmup": 0, "sparse.balance": 0.0}
+    few = {"training.steps": 4, "training.warmup": 0, "losses.balance": 0.0}
     _, whole = trained(tiny({**few, "training.batch": 8}), tmp_path / "whole")
     _, parts = trained(tiny({**few, "training.batch": 2, "training.accumulate": 4}), tmp_path / "parts")
     for line, twin in zip(whole, parts, strict=True):

@@ -64,7 +64,7 @@ class Attack:
     plugins: Annotated[PluginFiles, arg(name="")] = field(default_factory=PluginFiles)
 
     def run(self) -> None:
-        from holdfast.train import attack_images, attack_routers, attack_text
+        from holdfast.train import attack_images, attack_routers
         from holdfast.train.training import quiet
         from holdfast.version import versions
 
@@ -78,7 +78,7 @@ class Attack:
         with forwards(model, f"attacking {self.model}", None):
             how: dict[str, Any] = {"steps": self.steps, "seed": self.seed}
             if rate is not None:
-                found = attack_text(model, task, self.kind, rate=rate, seed=self.seed)
+                found = task.attack_words(model, self.kind, rate=rate, seed=self.seed)
             elif self.kind == "routes":
                 found = attack_routers(model, task, budget=budgets[0], tokens=self.examples, **how)
             else:

@@ -15,5 +15,4 @@ from holdfast.train.saved_model import make_task as make_task
 from holdfast.train.saved_model import save_trained as save_trained
 from holdfast.train.task import Task as Task
 from holdfast.train.task import attack_routers as attack_routers
-from holdfast.train.task import attack_text as attack_text
 from holdfast.train.training import train as train

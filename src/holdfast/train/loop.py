@@ -61,7 +61,7 @@ logger = logging.getLogger("holdfast")
 
 
 def train_in_loop(
-    model: Any, task: Task, folder: Path, *, seed: int, k: int | Sequence[int], tick: Tick | None, guard: Guard
+    model: Any, task: Task, folder: Path, *, seed: int, k: int | Sequence[int], tick: Tick, guard: Guard
 ) -> Log:
     """Train `model` in place and return the log; the arguments are those of `training.train`."""
     training = task.recipe.training
@@ -105,14 +105,14 @@ class TrainingLoop:
         state: TrainingState,
         *,
         k: int | Sequence[int],
-        tick: Tick | None,
+        tick: Tick,
         guard: Guard,
     ) -> None:
         self.step: Step = CapturedStep(step) if step.on_gpu else step
         self.training_step = step
         self.model, self.optimizer, self.counts_labels = step.model, step.optimizer, step.counts_labels
         self.folder, self.state = folder, state
-        self.k, self.guard, self.tick = k, guard, tick or (lambda steps: None)
+        self.k, self.guard, self.tick = k, guard, tick
         self.task, self.training, self.steps = task, task.recipe.training, task.steps
         self.probe = task.probe()
         self.held_out = task.validation() if needs_validation(self.training) else None
@@ -203,7 +203,7 @@ class StepLog:
     def rewrite(self) -> None:
         """Write the lines before the first step of this process: those of the checkpoint that it resumes from."""
         self.guard()
-        write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in self.lines))
+        write_atomically(self.path, as_json_lines(self.lines))
 
     def add(self, step: int, record: StepRecord) -> None:
         """Add the line of a step. On a GPU, wait for older steps only if there are `STEPS_AHEAD` of them."""
@@ -229,7 +229,11 @@ class StepLog:
     def _append(self, lines: Log) -> None:
         self.lines += lines
         self.guard()
-        append(self.path, "".join(json.dumps(line) + "\n" for line in lines))
+        append(self.path, as_json_lines(lines))
+
+
+def as_json_lines(log: Log) -> str:
+    return "".join(json.dumps(line) + "\n" for line in log)
 
 
 @final
@@ -268,7 +272,7 @@ def held_out_loss(model: Any, dataset: Dataset[Inputs], batch: int, *, counts_la
     """Return the mean loss of the examples, each with the loss of its batch. The model is left in evaluation mode."""
     model.eval()
     losses = []
-    for inputs in DataLoader(dataset, batch_size=batch, collate_fn=_identity):
+    for inputs in DataLoader(dataset, batch_size=batch, collate_fn=unchanged):
         moved = to_device(inputs, model.device)
         loss = loss_of(model, moved, label_count([moved]) if counts_labels else None)
         losses.append(loss.repeat(len(inputs["labels"])))
@@ -281,7 +285,7 @@ def _batches(
     """Return an iterator over the micro-batches of each step after the finished ones, on the device, in a fixed order."""
     examples = examples.on(device)
     places = range(finished * training.batch * training.accumulate, len(examples))
-    loader = iter(DataLoader(examples, batch_size=training.batch, sampler=places, collate_fn=_identity))
+    loader = iter(DataLoader(examples, batch_size=training.batch, sampler=places, collate_fn=unchanged))
 
     def batches() -> Iterator[list[Inputs]]:
         for _ in range(finished, steps):
@@ -290,7 +294,7 @@ def _batches(
     return batches()
 
 
-def _identity(batch: Any) -> Any:
+def unchanged(batch: Any) -> Any:
     """Return the batch unchanged: a dataset here returns all examples of a batch at once."""
     return batch
 

@@ -303,8 +303,3 @@ def attack_routers(model: Any, task: Task, *, budget: float, steps: int, tokens:
         "flags": flags,
         "summary": {"layers": summaries},
     }
-
-
-def attack_text(model: Any, task: Task, kind: str, *, rate: float, seed: int) -> AttackTable:
-    """Attack the test texts with the attack of this name: "words", "generic", "typos", or one of a plugin."""
-    return task.attack_words(model, kind, rate=rate, seed=seed)
