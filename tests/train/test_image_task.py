@@ -13,7 +13,7 @@ from torch import Tensor
 from holdfast.attacks import AttackedInputs
 from holdfast.hub import trace
 from holdfast.train import Comparison, Recipe, RouterChoice, build_model, load_recipe, load_trained, make_task, parse_routers
-from holdfast.train.image_attacks import _attacked, error_percent
+from holdfast.train.image_attacks import _attacked
 from holdfast.train.image_task import ImageTask, evenly_spaced
 
 ROUTERS = "smoe,symphony+smooth"
@@ -94,7 +94,7 @@ def test_an_attack_without_effect_has_exactly_the_clean_error(count: int) -> Non
         nothing = {"budget": 0.0, "norm": "linf", "bounds": None, "steps": 1, "restarts": 1, "seed": None}
         inputs = {"inputs": torch.zeros(count, 1), "distances": torch.zeros(count)}
         result = AttackedInputs(attack="none", success=wrong, already_wrong=wrong, **inputs, **nothing)  # type: ignore[arg-type]
-        assert _attacked(result)["figure"] == error_percent(right, count)
+        assert _attacked(result)["figure"] == 100 * (1 - right / count)
 
 
 def test_a_comparison_on_images_gives_the_same_numbers_every_time(
@@ -115,7 +115,7 @@ def test_every_test_image_is_scored_once(digits: Callable[..., Recipe], monkeypa
         return found
 
     monkeypatch.setattr(images, "pixels", noting)
-    found = task._clean(build_model(task, "smoe", {}, seed=0).eval(), images)
+    found = task._clean(build_model(task, "smoe", {}, seed=0).eval())
     assert sorted(number for numbers in fetched for number in numbers) == list(range(180))
     assert len(fetched) > 1
     tokens = {layer["tokens"] for layer in found["routing"]["layers"]}

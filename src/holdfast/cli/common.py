@@ -215,6 +215,24 @@ def router_names(written: str | None) -> list[str]:
     return names
 
 
+def changes(pairs: tuple[str, ...], example: str = "training.steps=50") -> dict[str, Any]:
+    """Return `training.steps=50` and the like as keys and values; values are read as YAML. An error shows the `example`."""
+    import yaml
+
+    found = {}
+    for pair in pairs:
+        key, sign, value = pair.partition("=")
+        if not sign or not key:
+            raise ValueError(f"{pair!r} sets no value; write for example {example}.")
+        try:
+            found[key.strip()] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise ValueError(
+                f"{value!r}, the value of {key}, is not YAML in UTF-8; put a text with brackets into quotes."
+            ) from None
+    return found
+
+
 def write_out(path: Path | None, stored: dict[str, Any]) -> None:
     """Write the numbers of a command to its JSON file, if it has one."""
     from holdfast.train.run_folder import write_json

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import arg
 
-from holdfast.cli.common import PluginFiles, bar, require_folder, require_place, show, show_messages, slim_table
+from holdfast.cli.common import PluginFiles, bar, changes, require_folder, require_place, show, show_messages, slim_table
 from holdfast.comparing import PAGE, ROUTERS, load_with_sweep, run_comparison
 from holdfast.locking import take_over
 
@@ -87,24 +87,6 @@ class Compare:
         print_domains(results)
         print("\n" + "\n".join(verdict(results)))
         print(f"\nAll numbers: {self.out / 'results.json'}\nReport: {self.out / PAGE}")
-
-
-def changes(pairs: tuple[str, ...]) -> dict[str, Any]:
-    """Return `training.steps=50` and the like as keys and values; values are read as YAML."""
-    import yaml
-
-    found = {}
-    for pair in pairs:
-        key, sign, value = pair.partition("=")
-        if not sign or not key:
-            raise ValueError(f"{pair!r} does not change a recipe; write section.key=value.")
-        try:
-            found[key] = yaml.safe_load(value)
-        except yaml.YAMLError:
-            raise ValueError(
-                f"{value!r}, the value of {key}, is not YAML in UTF-8; put a text with brackets into quotes."
-            ) from None
-    return found
 
 
 def _with_progress(comparison: Comparison, jobs: int) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import tyro
 
@@ -20,22 +21,8 @@ from holdfast.cli.run import Run, program_of
 from holdfast.cli.train import Train
 from holdfast.plugins import PLUGIN_ERRORS, failure_in_plugin
 
-Command = Attack | Audit | Certify | Compare | Evaluate | Geometry | Mismatch | Plan | Report | Routers | Run | Train
-
-COMMANDS: dict[str, Callable[..., Command]] = {
-    "compare": Compare,
-    "train": Train,
-    "evaluate": Evaluate,
-    "attack": Attack,
-    "audit": Audit,
-    "certify": Certify,
-    "geometry": Geometry,
-    "mismatch": Mismatch,
-    "plan": Plan,
-    "report": Report,
-    "routers": Routers,
-    "run": Run,
-}
+KINDS = (Compare, Train, Evaluate, Attack, Audit, Certify, Geometry, Mismatch, Plan, Report, Routers, Run)
+COMMANDS: dict[str, Callable[..., Any]] = {kind.__name__.lower(): kind for kind in KINDS}
 
 
 def main(arguments: list[str]) -> int:

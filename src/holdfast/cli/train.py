@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional, arg
 
-from holdfast.cli.common import PluginFiles, require_folder, show_messages
-from holdfast.cli.compare import changes
+from holdfast.cli.common import PluginFiles, bar, changes, require_folder, show_messages
 from holdfast.locking import take_over
 
 if TYPE_CHECKING:
@@ -99,8 +98,6 @@ def _source_option(single: SingleRun, data: Path | None) -> str:
 
 
 def _with_progress(single: SingleRun, log: tuple[str, ...]) -> None:
-    from holdfast.cli.common import bar
-
     steps = single.task.steps
     with bar(steps) as tell:
 

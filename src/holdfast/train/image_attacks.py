@@ -46,10 +46,6 @@ def batch_size(side: int, device: torch.device) -> int:
     return BATCH if device.type == "cpu" else max(BATCH, min(MOST_IN_BATCH, BATCH * 224**2 // side**2))
 
 
-def error_percent(correct: int, count: int) -> float:
-    return 100 * (1 - correct / count)
-
-
 @torch.no_grad()
 def logits_of(classify: Classify, pixels: Tensor) -> Tensor:
     """Return the logits of images on the model's device."""
@@ -63,7 +59,7 @@ def wrong_of(classify: Classify, pixels: Tensor, labels: Tensor) -> Tensor:
 
 def error_of(wrong: Tensor) -> float:
     """Return the share of True in percent, from counts as every error here: shares differ in the last digit."""
-    return error_percent(int((~wrong).sum()), len(wrong))
+    return 100 * (1 - int((~wrong).sum()) / len(wrong))
 
 
 def per_image(wrong: Tensor) -> dict[str, Any]:

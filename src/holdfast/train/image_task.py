@@ -15,7 +15,7 @@ the accuracy that `domain_summary` compares.
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from holdfast.metrics import ChosenMetrics
 from holdfast.metrics.tasks import in_top_k
 from holdfast.train.augmentation import AugmentedImages
 from holdfast.train.image_attacks import (
+    Classify,
     Corrupted,
     attack_all,
     attack_name,
@@ -41,7 +42,6 @@ from holdfast.train.image_attacks import (
     check_images_attacks,
     classifier,
     error_of,
-    error_percent,
     per_image,
 )
 from holdfast.train.image_reading import require_patches, scale_warning, size_line, written_processor
@@ -55,6 +55,7 @@ from holdfast.train.task import (
     Inputs,
     Measure,
     Task,
+    evaluating,
     first_experts,
     routing_metrics,
 )
@@ -156,12 +157,11 @@ class ImageTask(Task):
         def fetch_on(device: torch.device) -> Callable[[Tensor], Inputs]:
             return partial(_inputs, images.on(device), self.scaling)
 
-        fetch, steps, augment = partial(_inputs, images, self.scaling), training.step_count(len(images)), training.augment
-        how: dict[str, Any] = {"batch": training.batch, "seed": seed}
-        if not augment.in_use:
-            return Examples(order, fetch, steps, fetch_on=fetch_on)
-        augmented = AugmentedImages(images, self.scaling, augment, **how)
-        return Examples(order, fetch, steps, fetch_at=augmented, fetch_at_on=augmented.on)
+        augment, augmented = training.augment, None
+        if augment.in_use:
+            augmented = AugmentedImages(images, self.scaling, augment, batch=training.batch, seed=seed)
+        fetch, steps = partial(_inputs, images, self.scaling), training.step_count(len(images))
+        return Examples(order, fetch, steps, fetch_on=fetch_on, fetch_at=augmented)
 
     def validation(self) -> Dataset[Inputs]:
         images = self.image_set.images("valid")
@@ -170,21 +170,22 @@ class ImageTask(Task):
 
     @torch.no_grad()
     def held_out_figure(self, model: Any) -> float:
-        held_out, classify = self.image_set.images("valid"), classifier(model, self.scaling, self.outputs)
-        numbers, correct = evenly_spaced(len(held_out), self._most_validation_images), 0
-        batch = batch_size(held_out.shape[-1], model.device)
-        for start in range(0, len(numbers), batch):  # all of them may not fit in memory
-            some = numbers[start : start + batch]
-            logits = classify(held_out.pixels(some).to(model.device))
-            correct += int(in_top_k(logits, held_out.labels[some].to(model.device)).sum())
-        return error_percent(correct, len(numbers))
+        images, classify = self.image_set.images("valid"), self.classifier(model)
+        numbers = evenly_spaced(len(images), self._most_validation_images)
+        batches = image_batches(images, numbers, batch_size(images.shape[-1], model.device))
+        wrong = [~in_top_k(classify(pixels.to(model.device)).cpu(), labels) for pixels, labels in batches]
+        return error_of(torch.cat(wrong))
+
+    def classifier(self, model: Any) -> Classify:
+        """Return the function from pixels between 0 and 1 to the logits of this task's classes."""
+        return classifier(model, self.scaling, self.outputs)
 
     def score(self, model: Any) -> dict[str, Any]:
-        was_training = model.training
-        model.eval()
-        images = self.image_set.images("test")
-        clean, part = self._clean(model, images), self.recipe.attack
-        classify = classifier(model, self.scaling, self.outputs)
+        with evaluating(model, routing=False):
+            return self._score(model)
+
+    def _score(self, model: Any) -> dict[str, Any]:
+        clean, part, classify = self._clean(model), self.recipe.attack, self.classifier(model)
 
         def few(count: int) -> tuple[Tensor, Tensor]:
             return self.test_images(count, model.device)
@@ -199,7 +200,6 @@ class ImageTask(Task):
         further = {"curves": curves} if curves else {}
         if self.shifts is not None:
             further["shifts"] = self.shifts.score(classify, model.device)
-        model.train(was_training)
         return {"clean": clean, "attacked": attacked, "trials": results, **further}
 
     def probe(self) -> Inputs:
@@ -245,25 +245,23 @@ class ImageTask(Task):
         return self._corrupted_images[1]
 
     @torch.no_grad()
-    def _clean(self, model: Any, images: Images) -> dict[str, Any]:
-        wrong, among_five = list[Tensor](), 0
-        classify = classifier(model, self.scaling, self.outputs)
-        chosen, batch = ChosenMetrics(self.recipe.metrics), batch_size(images.shape[-1], model.device)
+    def _clean(self, model: Any) -> dict[str, Any]:
+        images, classify, chosen = self.image_set.images("test"), self.classifier(model), ChosenMetrics(self.recipe.metrics)
+        wrong, wrong_of_five = list[Tensor](), list[Tensor]()
         with routing_metrics(model) as routing:
-            for start in range(0, len(images), batch):
-                numbers = range(start, min(start + batch, len(images)))
-                logits, labels = classify(images.pixels(numbers).to(model.device)).cpu(), images.labels[list(numbers)]
+            for pixels, labels in image_batches(images, range(len(images)), batch_size(images.shape[-1], model.device)):
+                logits = classify(pixels.to(model.device)).cpu()
                 wrong.append(~in_top_k(logits, labels))
-                among_five += int(in_top_k(logits, labels, 5).sum())
+                wrong_of_five.append(~in_top_k(logits, labels, 5))
                 chosen.update(logits, labels)
-        count, every = len(images), torch.cat(wrong)
-        found = {"figure": error_of(every), "top5": error_percent(among_five, count), "examples": count}
-        return {**found, "per_example": per_image(every), **chosen.result(), **routing}
+        every = torch.cat(wrong)
+        errors = {"figure": error_of(every), "top5": error_of(torch.cat(wrong_of_five)), "examples": len(images)}
+        return {**errors, "per_example": per_image(every), **chosen.result(), **routing}
 
     @torch.no_grad()
     def _forward_attacked(self, model: Any, pixels: Tensor, labels: Tensor) -> dict[str, Any]:
         """Return the routing metrics on attacked images, and the recipe's further metrics."""
-        classify = classifier(model, self.scaling, self.outputs)
+        classify = self.classifier(model)
         chosen, batch = ChosenMetrics(self.recipe.metrics), batch_size(pixels.shape[-1], model.device)
         with routing_metrics(model) as routing:
             for part, own in zip(pixels.split(batch), labels.split(batch), strict=True):
@@ -350,6 +348,13 @@ def evenly_spaced(count: int, wanted: int) -> list[int]:
     return [place * count // wanted for place in range(wanted)]
 
 
+def image_batches(images: Images, numbers: Sequence[int], size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the pixels and labels of these images, so many at a time: all of them may not fit in memory."""
+    for start in range(0, len(numbers), size):
+        some = list(numbers[start : start + size])
+        yield images.pixels(some), images.labels[some]
+
+
 def _inputs(images: Images, scaling: PixelScaling, numbers: Tensor) -> Inputs:
     return {"pixel_values": scaling(images.pixels(numbers)), "labels": images.labels_of(numbers)}
 
@@ -389,4 +394,4 @@ def attack_images(
         raise ValueError(f"examples is {examples}; attack at least 1 image.")
     pixels, labels = task.test_images(examples, model.device)
     how: dict[str, Any] = {"budgets": budgets, "steps": steps, "seed": seed, "options": options}
-    return attack_table(classifier(model, task.scaling, task.outputs), pixels, labels, names, **how)
+    return attack_table(task.classifier(model), pixels, labels, names, **how)

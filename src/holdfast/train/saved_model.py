@@ -23,7 +23,7 @@ from holdfast.hub.tracing import longest_sequence, require_finite, require_posit
 from holdfast.plugins import plugins_of
 from holdfast.routing.layer_names import preset_names
 from holdfast.train.image_reading import image_reading, image_size, index_for, is_folder, named_images, was_trained_on
-from holdfast.train.image_task import DomainTask, ImageTask, evenly_spaced
+from holdfast.train.image_task import DomainTask, ImageTask, evenly_spaced, image_batches
 from holdfast.train.label_task import LabelTask
 from holdfast.train.recipe import AttackPart, DataPart, ModelPart, Recipe, SparsePart, TrainingPart
 from holdfast.train.run_folder import WRITE_ERRORS, write_error
@@ -312,9 +312,7 @@ class AuditData:
         assert isinstance(task, ImageTask)
         images = task.image_set.images("test")
         numbers = evenly_spaced(len(images), AUDIT_IMAGES)
-        for start in range(0, len(numbers), AUDIT_BATCH):
-            some = numbers[start : start + AUDIT_BATCH]
-            labels = images.labels[some]
+        for pixels, labels in image_batches(images, numbers, AUDIT_BATCH):
             if task.outputs is not None:  # the classes of the images may be some of the model's
                 labels = torch.tensor(task.outputs)[labels]
-            yield {"pixel_values": task.scaling(images.pixels(some)), "labels": labels}
+            yield {"pixel_values": task.scaling(pixels), "labels": labels}

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self, final
+from typing import Any, ClassVar, Literal, Protocol, Self, final
 
 import torch
 from torch import Tensor
@@ -29,8 +29,16 @@ from holdfast.routing import Context, Router
 from holdfast.train.recipe import Recipe
 
 Inputs = dict[str, Tensor]  # of a model's forward
-FetchAt = Callable[[ExampleOrder, Sequence[int]], Inputs]  # from places in an order to the inputs there
 AttackTable = dict[str, Any]  # "title", "columns", "rows" to print; "flags" and "summary" to store
+
+
+class FetchAt(Protocol):
+    """A function from places in an order to the inputs there."""
+
+    def __call__(self, order: ExampleOrder, places: Sequence[int]) -> Inputs: ...
+
+    def on(self, device: torch.device) -> "FetchAt":
+        """Return the same with inputs on the device, if possible."""
 
 
 @final
@@ -61,7 +69,6 @@ class Examples(Dataset[Inputs]):
     fetch       from the numbers of examples to their inputs
     fetch_on    from a device to a `fetch` that keeps the data on it; None: they stay in memory
     fetch_at    for inputs that also depend on the place of an example in the order (augmented images); replaces both
-    fetch_at_on from a device to a `fetch_at` whose inputs are on it, if possible
     """
 
     def __init__(
@@ -72,18 +79,15 @@ class Examples(Dataset[Inputs]):
         *,
         fetch_on: Callable[[torch.device], Callable[[Tensor], Inputs]] | None = None,
         fetch_at: FetchAt | None = None,
-        fetch_at_on: Callable[[torch.device], FetchAt] | None = None,
     ) -> None:
         self.order, self.fetch, self.steps, self.fetch_on, self.fetch_at = order, fetch, steps, fetch_on, fetch_at
-        self.fetch_at_on = fetch_at_on
 
     def on(self, device: torch.device) -> "Examples":
         """Return the same examples with inputs on the device if possible, so that a step copies only their numbers."""
         if device.type == "cpu":
             return self
         if self.fetch_at is not None:
-            fetch_at = self.fetch_at if self.fetch_at_on is None else self.fetch_at_on(device)
-            return Examples(self.order, self.fetch, self.steps, fetch_at=fetch_at)
+            return Examples(self.order, self.fetch, self.steps, fetch_at=self.fetch_at.on(device))
         return self if self.fetch_on is None else Examples(self.order, self.fetch_on(device), self.steps)
 
     def __len__(self) -> int:
