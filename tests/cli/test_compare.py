@@ -157,7 +157,3 @@ def test_a_mistake_gets_one_sentence(arguments: list[str], says: str, command: C
     assert says in done.stderr.replace("\n", " ")
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
-
-
-def test_help_has_an_example(command: Command) -> None:
-    assert "holdfast compare --routers" in command("compare", "--help").stdout.replace("\n", " ")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from interrupting import Interrupted, stop_at
 from PIL import Image
 from ranks import on_ranks
 from torch import Tensor
@@ -241,17 +242,9 @@ def test_the_loop_and_the_trainer_see_the_same_images(case: str, digits: Callabl
 
 def test_a_resumed_run_and_every_router_see_the_same_images(digits: Callable[..., Recipe], tmp_path: Path) -> None:
     recipe = digits({"training.augment": ALL, "training.steps": 6, "training.save_every": 2, "training.warmup": 0})
-
-    class Interrupted(Exception):
-        pass
-
-    def stop(steps: int) -> None:
-        if steps == 5:
-            raise Interrupted
-
     whole = SingleRun(recipe, parse_router("smoe"), 1, tmp_path / "whole").run()
     with pytest.raises(Interrupted):
-        SingleRun(recipe, parse_router("smoe"), 1, tmp_path / "parts").run(stop)
+        SingleRun(recipe, parse_router("smoe"), 1, tmp_path / "parts").run(stop_at(5))
     assert SingleRun(recipe, parse_router("smoe"), 1, tmp_path / "parts").run() == whole
     few = digits({"training.augment": ALL, "training.steps": 2, "attack.examples": 4, "attack.steps": 1})
     results = Comparison(few, parse_routers("smoe,smooth"), 1, tmp_path / "both").run()

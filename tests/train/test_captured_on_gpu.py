@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from interrupting import Interrupted, stop_at
 from router_names import IN_TEXT_MODELS
 from torch import Tensor, nn
 
@@ -369,24 +370,15 @@ def test_a_changed_setting_ends_compilation(caplog: pytest.LogCaptureFixture) ->
     torch.testing.assert_close(results[1][:, 0], results[0][:, 0], atol=1e-4, rtol=0)
 
 
-class Interrupted(Exception):
-    pass
-
-
 @pytest.mark.slow
 def test_a_compiled_run_that_is_resumed_is_compiled_and_has_the_same_log(tmp_path: Path) -> None:
     changes = {"training.steps": 8, "training.save_every": 4, "training.compile": True}
     task = make_task(load_recipe("tiny", changes))
-
-    def interrupt(finished: int) -> None:
-        if finished == 6:
-            raise Interrupted
-
     logs = []
     for name, stops in (("whole", False), ("resumed", True)):
         if stops:
             with pytest.raises(Interrupted):
-                train_task(build_model(task, "smoe", {}, seed=0), task, tmp_path / name, seed=0, k=2, tick=interrupt)
+                train_task(build_model(task, "smoe", {}, seed=0), task, tmp_path / name, seed=0, k=2, tick=stop_at(6))
         logs.append(train_task(build_model(task, "smoe", {}, seed=0), task, tmp_path / name, seed=0, k=2))
         last = json.loads((tmp_path / name / "checkpoint-8" / "training.json").read_text())
         assert last["compiled"]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from interrupting import Interrupted, stop_at
 from torch.nn.functional import cross_entropy
 
 from holdfast.hub.install import specs_of
@@ -139,16 +140,8 @@ def test_an_interrupted_run_with_everything_resumes_to_the_same_numbers(tiny: Ca
     recipe = tiny(changes)
     assert make_task(recipe).steps == 9
     whole = SingleRun(recipe, parse_router("symphony"), 1, tmp_path / "whole").run()
-
-    class Interrupted(Exception):
-        pass
-
-    def stop(steps: int) -> None:
-        if steps == 5:
-            raise Interrupted
-
     with pytest.raises(Interrupted):
-        SingleRun(recipe, parse_router("symphony"), 1, tmp_path / "parts").run(stop)
+        SingleRun(recipe, parse_router("symphony"), 1, tmp_path / "parts").run(stop_at(5))
     parts = SingleRun(recipe, parse_router("symphony"), 1, tmp_path / "parts").run()
     assert parts == whole and len([line for line in whole if "eval_loss" in line]) == 6  # steps 2, 3, 4, 6, 8 and 9
     names = ("training/log.jsonl", "model/model.safetensors")
@@ -202,7 +195,7 @@ def loss_and_gradients(recipe: Recipe, router: str) -> tuple[float, dict[str, to
     return float(loss), {name: gradient for name, gradient in named if gradient is not None}
 
 
-@pytest.mark.parametrize("router", ["smoe", "symphony", "smooth"])
+@pytest.mark.parametrize("router", ["smoe", "symphony", "similarity", "attention", "ac", "smooth"])
 def test_no_coefficient_of_a_loss_is_inert(router: str, tiny: Callable[..., Recipe]) -> None:
     few = {"model.config.num_hidden_layers": 1}
     _, without = loss_and_gradients(tiny({**few, "losses": {"balance": 0.0}}), router)
