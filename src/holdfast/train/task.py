@@ -11,7 +11,7 @@ import hashlib
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol, Self, final
 
@@ -247,7 +247,8 @@ def evaluating(model: Any, *, routing: bool = True) -> Iterator[dict[str, Any]]:
     """
     was_training = model.training
     model.eval()
-    with routing_metrics(model) if routing else nullcontext({}) as measured:
+    measuring: AbstractContextManager[dict[str, Any]] = routing_metrics(model) if routing else nullcontext({})
+    with measuring as measured:
         yield measured
     model.train(was_training)
 
