@@ -62,6 +62,7 @@ from holdfast.train.task import (
 
 PROBE_IMAGES = 64
 VIEW_IMAGES = 8
+AUDIT_IMAGES, AUDIT_BATCH = 64, 16
 VALIDATION_IMAGES = 2048  # at most
 HELD_OUT = "data.held_out"  # the key of the recipe
 
@@ -110,6 +111,10 @@ class ImageTask(Task):
         return Order(len(self.image_set.images("train")), size, seed)
 
     @property
+    def source(self) -> ImageSet:
+        return self.image_set
+
+    @property
     def measure(self) -> Measure:
         attack = self.recipe.attack
         long = "share of test images that are classified wrongly, in percent"
@@ -130,8 +135,7 @@ class ImageTask(Task):
         scaling = {} if self.scaling == PixelScaling() else {"scaling": asdict(self.scaling)}
         return {"classes": list(self.image_set.classes), "checksum": self.image_set.checksum, **scaling}
 
-    def processor(self) -> Any:
-        """Return transformers' image processor that reads images as this task does."""
+    def preprocessor(self) -> Any:
         return written_processor(self.scaling, self.image_set.images("train").shape)
 
     def initial_model(self) -> Any:
@@ -201,6 +205,13 @@ class ImageTask(Task):
         if self.shifts is not None:
             further["shifts"] = self.shifts.score(classify, model.device)
         return {"clean": clean, "attacked": attacked, "trials": results, **further}
+
+    def audit_inputs(self, tokens: int) -> Iterator[Inputs]:
+        images = self.image_set.images("test")
+        for pixels, labels in image_batches(images, evenly_spaced(len(images), AUDIT_IMAGES), AUDIT_BATCH):
+            if self.outputs is not None:  # the classes of the images may be some of the model's
+                labels = torch.tensor(self.outputs)[labels]
+            yield {"pixel_values": self.scaling(pixels), "labels": labels}
 
     def probe(self) -> Inputs:
         images = self.image_set.images("test")

@@ -10,7 +10,7 @@ and the difference to the clean texts with a 95% interval over examples, paired 
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, final
@@ -83,6 +83,9 @@ class LabelTask(TextsTask):
         self.tokenizer: Tokenizer = known or self._tokenizer(self._training_texts)
         pad = padding_token(self.tokenizer)
         self.encoder = PairEncoder(self.tokenizer, part.length, pad=pad, types=self._reads_token_types())
+        of_transformers = self.preprocessor()
+        # Both add the special tokens that a classifier reads.
+        self.audit_tokenizer = self.encoder if of_transformers is None else of_transformers
 
     def _require_metrics_of_labels(self) -> None:
         """Raise ValueError if the recipe names further metrics, which are of classes, and the labels are numbers."""
@@ -109,6 +112,13 @@ class LabelTask(TextsTask):
 
         config = transformers.AutoConfig.for_model(self.recipe.model.family, **self.recipe.model.config)
         return int(getattr(config, "type_vocab_size", 0) or 0) > 1
+
+    @property
+    def source(self) -> TextSet:
+        return self.text_set
+
+    def audit_inputs(self, tokens: int) -> Iterator[LabelledText]:
+        return iter(self.text_set.texts("test"))
 
     @property
     def measure(self) -> Measure:

@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 
 from holdfast.attacks import AttackWarning, attack_routes
 from holdfast.attacks.threat import check_budget
-from holdfast.data import ExampleOrder
+from holdfast.data import Corpus, ExampleOrder, ImageSet, TextSet
 from holdfast.hub import has_routers, router_calls, trace
 from holdfast.hub.tracing import require_known_tokens
 from holdfast.metrics import RoutingReport, boundary_of, describe_metrics
@@ -136,6 +136,11 @@ class Task(ABC):
         """The names, descriptions and directions of the metrics beside the measure."""
         return describe_metrics(self.recipe.metrics)
 
+    @property
+    @abstractmethod
+    def source(self) -> Corpus | TextSet | ImageSet:
+        """The data of the task, in splits."""
+
     @abstractmethod
     def describe(self) -> dict[str, Any]:
         """Return what a result records of its data ("data") and of the attack ("attack"): part of a run's identity."""
@@ -213,6 +218,16 @@ class Task(ABC):
     def attack_words(self, model: Any, kind: str, *, rate: float, seed: int) -> AttackTable:
         """Attack the words of the test texts: "words", "generic" or "typos". Raise ValueError if the task has no texts."""
         raise ValueError(f"{kind} attacks texts, but this model's task is images: use fgsm, pgd, spsa or corruptions.")
+
+    def preprocessor(self) -> Any:
+        """Return what transformers saves beside a model to read its inputs; None if it has no class for it."""
+        return None
+
+    audit_tokenizer: Any = None  # of the texts of `audit_inputs`
+
+    @abstractmethod
+    def audit_inputs(self, tokens: int) -> Iterator[Any]:
+        """Yield test texts of about so many tokens, or batches of test images, for audits and certificates."""
 
     @abstractmethod
     def probe(self) -> Inputs:

@@ -6,7 +6,7 @@ text and in the attacked one; `TextTask.scored_texts` finds the tokens that both
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from holdfast.attacks.text import Spans
 from holdfast.data import Blocks, Corpus, Document, Order, Tokenizer, corpus, tokenizer
 from holdfast.data.documents import WORD_SPLITTERS
 from holdfast.data.encoded_texts import EncodedTexts
-from holdfast.data.tokenizers import Vocabulary
+from holdfast.data.tokenizers import HubTokenizer, Vocabulary
 from holdfast.hub import trace
 from holdfast.hub.tracing import require_known_tokens, require_positions
 from holdfast.metrics import ChosenMetrics, block_losses, cost_of_attack, token_nll
@@ -44,6 +44,7 @@ ATTACK_SEED = 0
 WORD_SWAP = "words"  # the attack of a recipe that names none
 PROBE_TOKENS = 2048  # rounded up to whole blocks
 VIEW_TOKENS = 160
+LETTERS_PER_TOKEN = 64  # more than a token has: limits how much of a long document is read
 VALIDATION_TOKENS = 65_536  # at most
 TOKENS_PER_BATCH = {"cpu": 2048, "cuda": 32768}  # when scoring; at least one block
 LOGITS_PER_BATCH = 2**28  # at most: 1 GiB of float32
@@ -75,6 +76,9 @@ class TextsTask(Task):
         name = part.tokens or "words"
         size = part.vocabulary if name in WORD_SPLITTERS else None
         return tokenizer(training(), name, size=size) if of_checkpoint is None else of_checkpoint
+
+    def preprocessor(self) -> Any:
+        return self.tokenizer.tokenizer if isinstance(self.tokenizer, HubTokenizer) else None
 
     def token_counts(self) -> Tensor:
         return torch.bincount(self.training.tokens.long(), minlength=len(self.tokenizer))
@@ -163,7 +167,20 @@ class TextTask(TextsTask):
     def __init__(self, recipe: Recipe, folder: Path | None = None, *, known: Tokenizer | None = None) -> None:
         self.recipe = recipe
         self.corpus: Corpus = corpus(recipe.data.source, folder=folder, column=recipe.data.text)
-        self.tokenizer: Tokenizer = known or self._tokenizer(lambda: self.corpus)
+        self.tokenizer = self.audit_tokenizer = known or self._tokenizer(lambda: self.corpus)
+
+    @property
+    def source(self) -> Corpus:
+        return self.corpus
+
+    def audit_inputs(self, tokens: int) -> Iterator[str]:
+        left = LETTERS_PER_TOKEN * tokens
+        for document in self.corpus.documents("test"):
+            text = document.text[:left]
+            left -= len(text)
+            yield text
+            if left <= 0:
+                return
 
     @property
     def measure(self) -> Measure:
