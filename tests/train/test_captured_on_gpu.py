@@ -19,7 +19,6 @@ from holdfast.train import train as train_task
 from holdfast.train.captured_step import FIRST_STEPS, CapturedStep
 from holdfast.train.compiled_step import compile_step
 from holdfast.train.recipe import TrainingPart
-from holdfast.train.schedule import schedule_of
 from holdfast.train.soft_labels import soft_labels
 from holdfast.train.step import TrainingStep, adamw
 
@@ -77,7 +76,7 @@ def batches(count: int, length: int = LENGTH) -> list[dict[str, Tensor]]:
 
 def step_of(model: Any, *, accumulate: int = 1, precision: str = "fp32", **options: Any) -> TrainingStep:
     training = TrainingPart(steps=STEPS, batch=SEQUENCES, learning_rate=1e-3, weight_decay=0.01, warmup=10, **options)
-    return TrainingStep(model, adamw(model, training), schedule_of(training, STEPS), accumulate, 1.0, precision)
+    return TrainingStep(model, adamw(model, training), training.learning_rates(STEPS), accumulate, 1.0, precision)
 
 
 def train(step: Any, model: Any, data: list[Any], accumulate: int = 1) -> Tensor:

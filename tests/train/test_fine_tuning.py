@@ -15,7 +15,6 @@ from holdfast.hub.install import specs_of
 from holdfast.train import Recipe, Task, build_model, load_recipe, make_task
 from holdfast.train.loop import held_out_loss
 from holdfast.train.recipe import TrainingPart, parse_router
-from holdfast.train.schedule import rate_factor, schedule_of
 from holdfast.train.soft_labels import smoothing_term, soft_labels
 from holdfast.train.training import SingleRun, require_trainable, train
 
@@ -35,13 +34,13 @@ def part(**values: Any) -> TrainingPart:
 
 
 def test_schedules_have_the_values_of_their_formulas() -> None:
-    linear = rate_factor(part(schedule="linear", warmup=2, floor=0.2), 10)
+    linear = part(schedule="linear", warmup=2, floor=0.2).rate_factor(10)
     assert [linear(done) for done in (0, 1, 2, 6, 10)] == pytest.approx([0.0, 0.5, 1.0, 0.2 + 0.8 * 0.5, 0.2])
-    cosine = rate_factor(part(schedule="cosine", warmup=2, floor=0.1), 10)
+    cosine = part(schedule="cosine", warmup=2, floor=0.1).rate_factor(10)
     expected = [0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * (done - 2) / 8)) for done in range(2, 11)]
     assert [cosine(done) for done in range(2, 11)] == pytest.approx(expected)
     assert (cosine(0), cosine(1), cosine(10)) == pytest.approx((0.0, 0.5, 0.1))
-    assert [schedule_of(part(), 10)(done) for done in (0, 9)] == [0.5, 0.5]
+    assert [part().learning_rates(10)(done) for done in (0, 9)] == [0.5, 0.5]
 
 
 @pytest.mark.parametrize("name", ["linear", "cosine"])
@@ -50,7 +49,7 @@ def test_without_a_floor_schedules_are_those_of_transformers(name: str) -> None:
 
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
     theirs = transformers.get_scheduler(name, optimizer, num_warmup_steps=3, num_training_steps=11)
-    ours = schedule_of(part(schedule=name, warmup=3), 11)
+    ours = part(schedule=name, warmup=3).learning_rates(11)
     for done in range(12):
         assert ours(done) == pytest.approx(theirs.get_last_lr()[0], abs=1e-12)
         optimizer.step()

@@ -9,15 +9,14 @@ files.
 import json
 import logging
 import math
-import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
 
-import numpy as np
 import torch
+import transformers
 from torch.utils.data import DataLoader, Dataset
 
 from holdfast.files import append, require_no_links, require_no_links_inside, write_atomically
@@ -37,7 +36,6 @@ from holdfast.train.run_folder import (
     require_same_kind,
     step_of,
 )
-from holdfast.train.schedule import needs_validation, saves, schedule_of, validates
 from holdfast.train.snapshots import damaged_snapshot, snapshot_steps, take_snapshot
 from holdfast.train.soft_labels import soft_labels
 from holdfast.train.step import (
@@ -66,14 +64,14 @@ def train_in_loop(
     """Train `model` in place and return the log; the arguments are those of `training.train`."""
     training = task.recipe.training
     require_no_links_inside(folder, folder)
-    set_seed(seed)
+    transformers.set_seed(seed)
     model.to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     model.config.use_cache = False
     optimizer = adamw(model, training)
     steps = task.steps
     checkpoint = resume_point(folder, steps, LOOP_FILES)
     state = TrainingState() if checkpoint is None else read_checkpoint(checkpoint, model, optimizer)
-    schedule = schedule_of(training, steps)
+    schedule = training.learning_rates(steps)
     step = TrainingStep(model, optimizer, schedule, training.accumulate, training.clip, training.precision)
     step.done = state.global_step
     if hooks_of(model) is not None:
@@ -115,7 +113,7 @@ class TrainingLoop:
         self.k, self.guard, self.tick = k, guard, tick
         self.task, self.training, self.steps = task, task.recipe.training, task.steps
         self.probe = task.probe()
-        self.held_out = task.validation() if needs_validation(self.training) else None
+        self.held_out = task.validation() if self.training.needs_validation else None
         self.due = set(snapshot_steps(self.steps))
         self.routers = [module for module in self.model.modules() if isinstance(module, Router)]
         self.log = StepLog(folder / LOG, state.log, guard)
@@ -161,8 +159,8 @@ class TrainingLoop:
             require_no_links(self.folder / "snapshots", self.folder)
             take_snapshot(self.model, self.probe, self.k, self.state.global_step, self.folder / "snapshots")
         self.tick(self.state.global_step)
-        is_saved = saves(self.training, self.state.global_step, self.steps)
-        if validates(self.training, self.state.global_step, self.steps):
+        is_saved = self.training.saves(self.state.global_step, self.steps)
+        if self.training.validates(self.state.global_step, self.steps):
             self._validate(is_saved)
         if is_saved:
             self.log.flush()
@@ -324,10 +322,3 @@ def resume_point(folder: Path, steps: int, needed: NeededFiles, *, warn: bool = 
         action = f"resuming from {checkpoint.name}" if checkpoint else "starting from the first step"
         logger.warning("%s; %s.", "; ".join(reasons), action)
     return checkpoint
-
-
-def set_seed(seed: int) -> None:
-    """Seed all random number generators."""
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)

@@ -8,7 +8,7 @@ A router choice is one router of a comparison, written as in `smoe,similarity[ca
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from importlib import resources
 from operator import attrgetter
@@ -40,6 +40,8 @@ OF_TASKS = {  # keys that are for some tasks only: the tasks, and what these are
     "training.augment": (IMAGES, "images"),
     "attack.budgets": (IMAGES, "images"),
 }
+
+Schedule = Callable[[int], float]  # from a number of finished steps
 
 Count = Annotated[int, Limits(0, 10**12, "a whole number from 0 to 10^12")]
 Positive = Annotated[int, Limits(1, 10**12, "a whole number from 1 to 10^12")]
@@ -161,6 +163,51 @@ class TrainingPart:
             return self.steps
         assert self.epochs is not None
         return math.ceil(self.epochs * examples / (self.batch * self.accumulate))
+
+    def rate_factor(self, steps: int) -> Schedule:
+        """Return the function from the number of finished steps to the share of the learning rate of the next step.
+
+        The warm-up grows linearly from 0. After it, "constant" stays, "linear" falls in a straight line to `floor` and
+        "cosine" along half a cosine. A factor depends on the number of finished steps only, so a resumed run continues with
+        the same numbers.
+        """
+        after_warmup = steps - self.warmup
+        if self.schedule != "constant" and after_warmup <= 0:
+            word = "step" if steps == 1 else "steps"
+            raise ValueError(
+                f"training.warmup is {self.warmup} and the run has {steps} {word}: the schedule {self.schedule} never begins; use more epochs or steps, or a shorter warm-up, such as "
+                f"--set training.warmup={steps // 10}."
+            )
+
+        def factor(done: int) -> float:
+            if done < self.warmup:
+                return float(done) / float(self.warmup)
+            if self.schedule == "constant":
+                return 1.0
+            progress = min(1.0, (done - self.warmup) / after_warmup)
+            share = 1.0 - progress if self.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+            return self.floor + (1.0 - self.floor) * share
+
+        return factor
+
+    def learning_rates(self, steps: int) -> Schedule:
+        """Return the function from the number of finished steps to the learning rate of the next step."""
+        factor = self.rate_factor(steps)
+        return lambda done: self.learning_rate * factor(done)
+
+    def saves(self, step: int, steps: int) -> bool:
+        """Return whether a checkpoint is written after this step."""
+        return step % self.save_every == 0 or step == steps
+
+    def validates(self, step: int, steps: int) -> bool:
+        """Return whether the model is evaluated on held-out data after this step."""
+        is_due = self.validate_every is not None and step % self.validate_every == 0
+        return is_due or (self.keep == "best" and self.saves(step, steps))
+
+    @property
+    def needs_validation(self) -> bool:
+        """Whether a run evaluates on held-out data at all."""
+        return self.validate_every is not None or self.keep == "best"
 
 
 @dataclass(frozen=True, kw_only=True)

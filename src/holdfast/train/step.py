@@ -20,8 +20,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from holdfast.train.recipe import TrainingPart
-from holdfast.train.schedule import Schedule
+from holdfast.train.recipe import Schedule, TrainingPart
 from holdfast.train.task import Inputs
 
 BETAS, EPSILON = (0.9, 0.999), 1e-8  # of AdamW, as the Trainer sets them

@@ -25,7 +25,6 @@ from holdfast.train.run_folder import (
     write_checkpoint_manifest,
     writing_checkpoint,
 )
-from holdfast.train.schedule import needs_validation, rate_factor, validates
 from holdfast.train.snapshots import snapshot_steps, take_snapshot
 from holdfast.train.soft_labels import soft_labels
 from holdfast.train.task import Task
@@ -55,7 +54,7 @@ def train_with_trainer(
         model=model,
         args=_arguments(training, steps, folder, seed, report_to),
         train_dataset=task.examples(seed),
-        eval_dataset=task.validation() if needs_validation(training) else None,
+        eval_dataset=task.validation() if training.needs_validation else None,
         data_collator=unchanged,
         callbacks=[_callback(task, k, folder, tick, guard)],
     )
@@ -123,7 +122,7 @@ def _trainer_class(task: Task, folder: Path, guard: Guard) -> Any:
             return SequentialSampler(self.train_dataset)
 
         def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-            factor = rate_factor(training, num_training_steps)
+            factor = training.rate_factor(num_training_steps)
             self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, factor)
             self._created_lr_scheduler = True
             return self.lr_scheduler
@@ -199,7 +198,7 @@ def _callback(task: Task, k: int | Sequence[int], folder: Path, tick: Tick, guar
                 guard()
                 require_no_links(folder / "snapshots", folder)
                 take_snapshot(model, probe, k, state.global_step, folder / "snapshots")
-            control.should_evaluate = validates(training, state.global_step, state.max_steps)
+            control.should_evaluate = training.validates(state.global_step, state.max_steps)
             tick(state.global_step)
 
     return LogAndSnapshots()

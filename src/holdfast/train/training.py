@@ -25,7 +25,6 @@ from holdfast.train.loop import Guard, Log, Tick, train_in_loop
 from holdfast.train.recipe import Recipe, RouterChoice
 from holdfast.train.run_folder import claim, prepare, require_own
 from holdfast.train.saved_model import make_task, save_trained
-from holdfast.train.schedule import needs_validation, rate_factor
 from holdfast.train.snapshots import experts_per_token
 from holdfast.train.start import checkpoint_identity
 from holdfast.train.task import Task
@@ -88,8 +87,8 @@ def require_trainable(task: Task, seed: int) -> None:
         )
     task.examples(seed)
     task.probe()
-    rate_factor(training, task.steps)
-    if needs_validation(training):
+    training.rate_factor(task.steps)
+    if training.needs_validation:
         task.validation()
     if training.label_smoothing and task.examples(seed).fetch(torch.tensor([0]))["labels"].is_floating_point():
         raise ValueError("label smoothing is for classes, and these labels are numbers: set training.label_smoothing to 0.")
