@@ -175,8 +175,8 @@ class TrainingPart:
         if self.schedule != "constant" and after_warmup <= 0:
             word = "step" if steps == 1 else "steps"
             raise ValueError(
-                f"training.warmup is {self.warmup} and the run has {steps} {word}: the schedule {self.schedule} never begins; use more epochs or steps, or a shorter warm-up, such as "
-                f"--set training.warmup={steps // 10}."
+                f"training.warmup is {self.warmup} and the run has {steps} {word}: the schedule {self.schedule} "
+                f"never begins; use more epochs or steps, or a shorter warm-up, such as --set training.warmup={steps // 10}."
             )
 
         def factor(done: int) -> float:
