@@ -166,17 +166,14 @@ def _draw_shared_weights(model: nn.Module, seed: int, std: float, *, experts: bo
     }
     for name, parameter in model.named_parameters():
         common_name = name.replace(".score.base.", ".score.")  # AC wraps the score it clusters
-        generator = torch.Generator().manual_seed(_seed_of(common_name, seed))
+        digest = hashlib.sha256(f"{seed} {common_name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:6], "big"))
         is_expert = id(parameter) in in_layers and (".experts." in name or ".shared." in name)
         if experts and is_expert and not name.endswith("bias"):
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
         elif id(parameter) in in_routers and common_name.endswith("router.score.weight"):
             bound = 1 / math.sqrt(parameter.shape[1])
             parameter.copy_((2 * torch.rand(parameter.shape, generator=generator) - 1) * bound)
-
-
-def _seed_of(name: str, seed: int) -> int:
-    return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:6], "big")
 
 
 logger = logging.getLogger("holdfast")

@@ -225,7 +225,8 @@ class ImageTask(Task):
             predicted = model(pixel_values=self.scaling(pixels).to(model.device)).logits.argmax(-1).cpu()
         layers = [_on_grid(experts.view(len(numbers), -1)) for experts in first_experts(routes)]
         side = max(layer.shape[-1] for layer in layers)
-        layers = [_enlarged(layer, side) for layer in layers]  # later layers of Swin have larger patches
+        # Later layers of Swin have larger patches.
+        layers = [torch.nn.functional.interpolate(layer[:, None].float(), side)[:, 0].long() for layer in layers]
         names = self.image_set.classes
         return {
             "kind": "images",
@@ -319,8 +320,10 @@ class DomainTask(ImageTask):
 
     def describe(self) -> dict[str, Any]:
         """Describe all domains: the data of a comparison are the same, whichever domain is held out."""
-        name = next(iter(self.domain_set.domains))
-        some = self if self.image_set.splits else self.with_recipe(_holding_out(self.recipe, name))
+        some = self
+        if not self.image_set.splits:
+            data = replace(self.recipe.data, held_out=next(iter(self.domain_set.domains)))
+            some = self.with_recipe(replace(self.recipe, data=data))
         described = super(DomainTask, some).describe()
         attack = {**described["attack"], "examples": self.recipe.attack.examples}  # at most
         return {**described, "data": self.domain_set.describe(), "attack": attack}
@@ -349,10 +352,6 @@ class DomainTask(ImageTask):
             )
 
 
-def _holding_out(recipe: Recipe, domain: str) -> Recipe:
-    return replace(recipe, data=replace(recipe.data, held_out=domain))
-
-
 def evenly_spaced(count: int, wanted: int) -> list[int]:
     """Return `wanted` numbers below `count`: folders are sorted by class, so the first images would be of one class only."""
     wanted = min(wanted, count)
@@ -374,10 +373,6 @@ def _on_grid(experts: Tensor) -> Tensor:
     """Return (B,N) as (B,side,side), without the tokens before the patches, such as a class token."""
     side = int(experts.shape[1] ** 0.5)
     return experts[:, experts.shape[1] - side * side :].view(-1, side, side)
-
-
-def _enlarged(grid: Tensor, side: int) -> Tensor:
-    return torch.nn.functional.interpolate(grid[:, None].float(), side, mode="nearest")[:, 0].long()
 
 
 def attack_images(

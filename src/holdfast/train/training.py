@@ -180,9 +180,10 @@ class Pace:
         elif finished == self._first + 1 + MEASURED:
             seconds = (_time_on_device(self.clock) - self._began) / MEASURED
             if seconds * (self.steps - finished) > VERY_LONG:
+                hours = seconds * (self.steps - finished) / 3600
                 logger.warning(
                     "this run will take about %s: %.3g seconds a step, and %s steps are left. %s",
-                    _duration(seconds * (self.steps - finished)),
+                    f"{hours / 24:.0f} days" if hours > 72 else f"{hours:.0f} hours",
                     seconds,
                     f"{self.steps - finished:,}",
                     self.advice,
@@ -204,8 +205,3 @@ def _time_on_device(clock: Callable[[], float]) -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return clock()
-
-
-def _duration(seconds: float) -> str:
-    hours = seconds / 3600
-    return f"{hours / 24:.0f} days" if hours > 72 else f"{hours:.0f} hours"
