@@ -143,7 +143,7 @@ def test_the_baseline_of_equal_compute_has_as_many_experts_as_the_router_that_us
         (["--routers", ","], "at least one"),
         (["--seeds", "0"], "seeds is 0"),
         (["--set", "training.stpes=3"], "'steps'"),
-        (["--set", "training.steps"], "section.key=value"),
+        (["--set", "training.steps"], "sets no value"),
         (["--set", "training.steps=0"], "training.steps"),
         (["--set", "training.steps=[1"], "YAML"),
         (["--set", "data.source=nothing.txt"], "nothing.txt"),

@@ -26,6 +26,7 @@ from holdfast.data.tokenizers import Bytes, HubTokenizer, Vocabulary
 from holdfast.errors import unknown_name
 from holdfast.files import read_json
 from holdfast.hub.checkpoint import load_with_head, local_folder
+from holdfast.hub.families import DENSE_FAMILIES
 from holdfast.hub.folder_files import PROCESSOR, check_files, family_values, sha256_of
 from holdfast.model_size import build_or_refuse
 from holdfast.train.recipe import ModelPart
@@ -69,9 +70,11 @@ def _new_model(part: ModelPart, head: str, entries: Mapping[str, Any]) -> Any:
     if part.family not in transformers.CONFIG_MAPPING:
         raise ValueError(f"transformers has no model family {part.family!r}.")
     usual = transformers.AutoConfig.for_model(part.family)
-    for name in part.config:  # transformers would keep an unknown entry, and ignore it
+    for name in (
+        part.config if part.family in DENSE_FAMILIES else ()
+    ):  # transformers would keep an unknown entry, and ignore it
         if not hasattr(usual, name) and name not in CONVERTED:
-            raise ValueError(f"model.config.{name}: {unknown_name('entry', name, usual.to_dict())}")
+            raise ValueError(f"model.config.{name}: {unknown_name(f'entry of {part.family}', name, usual.to_dict())}")
 
     def build(config: Mapping[str, Any]) -> Any:
         values = transformers.AutoConfig.for_model(part.family, **{**entries, **config})
