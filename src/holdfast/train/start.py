@@ -70,9 +70,8 @@ def _new_model(part: ModelPart, head: str, entries: Mapping[str, Any]) -> Any:
     if part.family not in transformers.CONFIG_MAPPING:
         raise ValueError(f"transformers has no model family {part.family!r}.")
     usual = transformers.AutoConfig.for_model(part.family)
-    for name in (
-        part.config if part.family in DENSE_FAMILIES else ()
-    ):  # transformers would keep an unknown entry, and ignore it
+    # transformers would keep an unknown entry, and ignore it.
+    for name in part.config if part.family in DENSE_FAMILIES else ():
         if not hasattr(usual, name) and name not in CONVERTED:
             raise ValueError(f"model.config.{name}: {unknown_name(f'entry of {part.family}', name, usual.to_dict())}")
 
