@@ -97,7 +97,7 @@ def run_comparison(
     """Train the cells with `run`, write results and report; return the last comparison and the rows of its table."""
     from holdfast.report import read_results, write_report
     from holdfast.train import Comparison
-    from holdfast.train.preflight import expert_count
+    from holdfast.train.building import expert_count
 
     def finished(comparison: Comparison) -> list[dict[str, Any]]:
         results = run(comparison)
