@@ -364,7 +364,7 @@ def test_results_and_pages_are_not_written_over_links(recipe: Recipe, folder: Pa
     results = comparison.run()
     (folder / "results.json").symlink_to(tmp_path / "victim")
     with pytest.raises(ValueError, match=r"results\.json is a symbolic link"):
-        comparison.publish(results, lambda: None)
+        comparison.finish(results)
     assert (tmp_path / "victim").read_text() == "precious"
 
 

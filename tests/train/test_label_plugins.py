@@ -13,7 +13,6 @@ import holdfast
 from holdfast import plugins
 from holdfast.attacks import change_words
 from holdfast.data import text_set
-from holdfast.report.stored_comparison import read_results
 from holdfast.train import load_recipe, make_task
 from holdfast.train.building import build_model
 
@@ -126,8 +125,7 @@ def test_a_sweep_of_a_classifier_has_one_page_with_predictions_and_metrics(tmp_p
     register(SPLITS)
     changes = {**SMALL, "metrics": ["accuracy"]}
     how: dict[str, Any] = {"recipe": "labels-tiny", "changes": changes, "seeds": 1, "match_compute": False}
-    holdfast.compare("smoe,symphony", **how, out=tmp_path / "out", sweep={"sparse.k": [1, 2]})
-    rows = read_results(tmp_path / "out").rows
+    rows = holdfast.compare("smoe,symphony", **how, out=tmp_path / "out", sweep={"sparse.k": [1, 2]}).rows
     assert [row.settings for row in rows] == [{"sparse.k": 1}] * 2 + [{"sparse.k": 2}] * 2
-    assert all(row.changed is not None and "accuracy" in row.metrics for row in rows)
+    assert all(row.predictions_changed is not None and "accuracy" in row.metrics for row in rows)
     assert (tmp_path / "out" / "report.html").exists()

@@ -308,7 +308,7 @@ def test_every_command_works_on_a_comparison_of_classifiers(reviews: Path, tmp_p
     page = (out / "report.html").read_text()
     assert "predictions that the attack changes" in page and "classified wrongly" in page
     rows = json.loads((out / "results.json").read_text())["rows"]
-    assert all("predictions changed" in row and "cost" not in row for row in rows)
+    assert all(row["predictions_changed"] is not None and row["cost"] is None for row in rows)
     where = ["--source", str(reviews)]
     assert main(["evaluate", cell, *where, "--out", str(tmp_path / "scores.json")]) == 0
     assert json.loads((tmp_path / "scores.json").read_text())["measure"]["name"] == "error, %"

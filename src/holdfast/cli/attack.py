@@ -87,14 +87,10 @@ class Attack:
         stored = {"model": self.model, "data": task.describe()["data"], "versions": versions(), **found}
         write_out(self.out, stored)
         if self.page is not None:
-            self._write_page(stored)
+            from holdfast.report.attack_page import write_attack_page
 
-    def _write_page(self, stored: dict[str, Any]) -> None:
-        from holdfast.report.attack_page import write_attack_page
-
-        assert self.page is not None
-        write_attack_page(stored, self.page, force=True)
-        print(f"Page: {self.page}")
+            write_attack_page(stored, self.page, force=True)
+            print(f"Page: {self.page}")
 
     def _rate(self, kinds: list[str]) -> float | None:
         """Return the share of words of an attack on texts; None for other attacks. Raise ValueError if it is missing."""
@@ -150,14 +146,9 @@ def _takes_rate(kinds: list[str]) -> bool:
 
 def print_attack(found: dict[str, Any]) -> None:
     """Print the result of an attack as a table, and its flags."""
-    from rich.markup import escape
-    from rich.table import Table
+    from holdfast.report.tables import Table
 
-    table = Table(title=escape(found["title"]), caption=found.get("caption"))
-    for column in found["columns"]:
-        table.add_column(column)
-    for row in found["rows"]:
-        table.add_row(*(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row))
-    show(table)
+    rows = [[f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row] for row in found["rows"]]
+    show(Table(found["title"], found["columns"], rows, found.get("caption") or ""))
     for flag in found["flags"]:
         print(f"Warning, this result may be wrong: {flag['kind']}: {flag['detail']}")

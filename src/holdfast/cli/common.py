@@ -24,10 +24,11 @@ import filelock
 from tyro.conf import UseAppendAction
 
 if TYPE_CHECKING:
+    import rich.table
     from rich.console import Console
-    from rich.table import Column, Table
     from rich.text import Text
 
+    from holdfast.report.tables import Table
     from holdfast.train import Task
 
 
@@ -91,7 +92,7 @@ def show_messages() -> None:
         logger.addHandler(_ToStderr())
 
 
-def slim_table(title: str, *columns: str, caption: str | None = None) -> Table:
+def slim_table(title: str | Text, *columns: str | Text, caption: str | Text | None = None) -> rich.table.Table:
     """Return a table for many narrow columns: no frame, one space between columns."""
     from rich import box
     from rich.table import Table
@@ -120,8 +121,15 @@ def screen() -> Console:
     return console
 
 
-def show(table: Table) -> None:
+def show(table: Table | rich.table.Table) -> None:
     """Print a table without cutting numbers: on a narrow terminal words are wrapped, then lines exceed its width."""
+    import rich.table
+
+    if not isinstance(table, rich.table.Table):
+        title, caption = (plain_text(text) if text else None for text in (table.title, table.note))
+        rows, table = table.rows, slim_table(title or "", *map(plain_text, table.columns), caption=caption)
+        for row in rows:
+            table.add_row(*map(plain_text, row))
     console = screen()
     for column in table.columns:
         column.overflow = "fold"
@@ -131,13 +139,13 @@ def show(table: Table) -> None:
     console.print(table, crop=False)
 
 
-def _needed(console: Console, column: Column) -> int:
-    """Return the width of a column's longest number; for a column without wrapping, of its longest cell."""
+def _needed(console: Console, column: rich.table.Column) -> int:
+    """Return the width of a column's longest number or word of its heading; without wrapping, of its longest cell."""
     cells = list(column.cells)
     if column.no_wrap:
         return max((console.measure(cell).maximum for cell in cells), default=0)
-    words = (word for cell in cells for word in str(cell).split() if any(map(str.isdigit, word)))
-    return min(max(map(len, words), default=0), LONGEST)
+    numbers = (word for cell in cells for word in str(cell).split() if any(map(str.isdigit, word)))
+    return min(max(map(len, [*numbers, *str(column.header).split()]), default=0), LONGEST)
 
 
 @contextmanager

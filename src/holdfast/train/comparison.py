@@ -4,8 +4,7 @@ A sweep has cells for each of its settings: cells/smoe-sparse.k=1-seed0/.
 
     cells/smoe-seed0/   router.json, training/ (checkpoints, snapshots, log), model/, task.json, result.json; in its name,
                         characters that are not safe in file names are replaced, and a checksum of the name is added
-    results.json        all finished cells of the folder, without the results of single test examples, and the rows that
-                        compare the routers
+    results.json        `results.Results`: the rows that compare the routers, and what a page draws of all finished cells
 
 Several processes may work on one comparison: each cell has a lock. With `jobs` above 1, cells are trained in parallel in
 worker processes, because one small model uses only a part of a GPU. The result of a cell does not depend on how many others
@@ -24,7 +23,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import partial
 from multiprocessing import active_children, get_context, parent_process
 from multiprocessing.managers import SyncManager
@@ -33,16 +31,17 @@ from typing import Any
 
 import torch
 
+from holdfast.checked import from_mapping
 from holdfast.files import remove_folder, require_no_links
 from holdfast.hub.install import hooks_of
 from holdfast.locking import POLL, Lock, Owner, locked
 from holdfast.plugins import PLUGIN_ERRORS, failure_in_plugin, load_plugin, plugin_files
 from holdfast.stored import without_nan
 from holdfast.train.building import build_model, preflight
-from holdfast.train.cells import Cell, Result, merge_results, without_examples
+from holdfast.train.cells import Cell, Result, merge_results
 from holdfast.train.domain_summary import summarise_domains
-from holdfast.train.loop import Guard
 from holdfast.train.recipe import Recipe, RouterChoice
+from holdfast.train.results import CellResult, Metric, Results, Run
 from holdfast.train.run_folder import (
     agrees,
     claim,
@@ -189,26 +188,27 @@ class Comparison:
                 raise ValueError(f"with {setting.label}: {problem}" if setting.values else str(problem)) from problem
             built.append(parts)
 
-    def finish(self, results: Sequence[Result], guard: Guard = lambda: None) -> list[dict[str, Any]]:
-        """Write results.json with these and the other finished cells of the folder; return the rows that compare routers."""
-        cells = merge_results(self.folder, results)
-        rows = summarise(cells, cells[0]["router"])
-        # Versions are not part of the identity: a run can be resumed after an update of a package.
-        metrics = self.task.other_metrics
-        run = {**self.identity(), "measure": asdict(self.task.measure), **({"metrics": metrics} if metrics else {})}
-        domains = summarise_domains(cells, cells[0]["router"])
-        stored = {"run": run, "versions": versions(), "rows": rows, **({"domains": domains} if domains else {})}
-        require_no_links(self.folder / "results.json", self.folder)
-        guard()
-        write_json(self.folder / "results.json", {**stored, "cells": without_examples(cells)})
-        return rows
+    def finish(self, results: Sequence[Result], page: Callable[[Results], Any] = lambda finished: None) -> Results:
+        """Write results.json with these and the other finished cells of the folder, call `page` with it, and return it.
 
-    def publish(self, results: Sequence[Result], page: Callable[[], Any]) -> list[dict[str, Any]]:
-        """Call `finish`, then `page`, which writes the report, under one lock: no other process writes between the two."""
+        `page` writes the report. One lock is held for both files: no other process writes between the two.
+        """
         with locked(self.folder, wait=True) as lock:
-            rows = self.finish(results, lock.check)
-            page()
-        return rows
+            cells = merge_results(self.folder, results)
+            baseline = cells[0]["router"]
+            metrics = [from_mapping(Metric, described) for described in self.task.other_metrics]
+            finished = Results(
+                run=Run(**self.identity(), measure=self.task.measure, metrics=metrics),
+                versions=versions(),  # not part of the identity: a run can be resumed after an update of a package
+                rows=summarise(cells, baseline),
+                domains=summarise_domains(cells, baseline),
+                cells=[CellResult.of(cell) for cell in cells],
+            )
+            require_no_links(self.folder / Results.file_name, self.folder)
+            lock.check()
+            finished.save(self.folder / Results.file_name)
+            page(finished)
+        return finished
 
     def stored(self, cell: Cell) -> Result | None:
         """Return the stored result of a cell; None if it is not finished, or if its file is damaged."""

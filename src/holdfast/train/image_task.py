@@ -14,6 +14,7 @@ The split is drawn by the seed of the run, so intervals over seeds include it. T
 the accuracy that `domain_summary` compares.
 """
 
+import base64
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -227,6 +228,7 @@ class ImageTask(Task):
         side = max(layer.shape[-1] for layer in layers)
         # Later layers of Swin have larger patches.
         layers = [torch.nn.functional.interpolate(layer[:, None].float(), side)[:, 0].long() for layer in layers]
+        grey = (255 * pixels.mean(1).clamp(0, 1)).round().byte()
         names = self.image_set.classes
         return {
             "kind": "images",
@@ -234,7 +236,8 @@ class ImageTask(Task):
                 {
                     "label": names[int(images.labels[number])],
                     "said": names[int(predicted[place])],
-                    "pixels": [[round(value, 3) for value in row] for row in pixels[place].mean(0).tolist()],
+                    "width": pixels.shape[-1],
+                    "pixels": base64.b64encode(grey[place].numpy().tobytes()).decode(),
                     "grid": [side, side],
                     "experts": [layer[place].flatten().tolist() for layer in layers],
                 }

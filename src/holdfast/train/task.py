@@ -44,7 +44,7 @@ class FetchAt(Protocol):
 @final
 @dataclass(frozen=True)
 class Measure:
-    """The metric that compares routers."""
+    """The metric that compares routers. In a name such as "error, %" the unit follows the comma."""
 
     name: str
     long: str  # the metric in a sentence
@@ -53,8 +53,20 @@ class Measure:
 
     @property
     def noun(self) -> str:
-        """The name without its unit."""
         return self.name.partition(",")[0].strip()
+
+    @property
+    def unit(self) -> str:
+        return self.name.partition(",")[2].strip()
+
+    @property
+    def points(self) -> str:
+        """The unit of a difference: "by 3%" could be read as 3% of the old value."""
+        return {"": "", "%": " percentage points"}.get(self.unit, f" {self.unit}")
+
+    @property
+    def sentence(self) -> str:
+        return f"{self.long[:1].upper()}{self.long[1:]}; {self.better} is better."
 
     @property
     def digits(self) -> int:
