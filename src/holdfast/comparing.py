@@ -95,7 +95,7 @@ def run_comparison(
     """Train the cells with `run`, write results and report, and return the results."""
     from holdfast.report import write_report
     from holdfast.train import Comparison
-    from holdfast.train.preflight import expert_count
+    from holdfast.train.building import expert_count
 
     def finish(comparison: Comparison) -> Results:
         return comparison.finish(run(comparison), lambda results: write_report(results, folder / PAGE, force=True))

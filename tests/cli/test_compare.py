@@ -143,7 +143,7 @@ def test_the_baseline_of_equal_compute_has_as_many_experts_as_the_router_that_us
         (["--routers", ","], "at least one"),
         (["--seeds", "0"], "seeds is 0"),
         (["--set", "training.stpes=3"], "'steps'"),
-        (["--set", "training.steps"], "section.key=value"),
+        (["--set", "training.steps"], "sets no value"),
         (["--set", "training.steps=0"], "training.steps"),
         (["--set", "training.steps=[1"], "YAML"),
         (["--set", "data.source=nothing.txt"], "nothing.txt"),
@@ -157,7 +157,3 @@ def test_a_mistake_gets_one_sentence(arguments: list[str], says: str, command: C
     assert says in done.stderr.replace("\n", " ")
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
-
-
-def test_help_has_an_example(command: Command) -> None:
-    assert "holdfast compare --routers" in command("compare", "--help").stdout.replace("\n", " ")

@@ -18,14 +18,6 @@ from holdfast.train.training import SingleRun
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 
 
-def test_the_recipe_asks_for_what_it_says() -> None:
-    recipe = load_recipe("cifar10")
-    assert recipe.attack.all_budgets() == [0.5 / 255, 1 / 255, 2 / 255]
-    assert (recipe.attack.examples, recipe.attack.spsa_examples, recipe.attack.corrupted_examples) == (2000, 512, 2000)
-    assert recipe.sparse.layers == "last:2" and recipe.model.config["patch_size"] == 4
-    assert recipe.training.augment.in_use and recipe.training.augment.only_moves_pixels  # a GPU does not wait for the host
-
-
 def test_small_images_are_run_in_larger_batches_on_a_gpu() -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     assert batch_size(32, cpu) == batch_size(224, gpu) == batch_size(512, gpu) == BATCH

@@ -21,7 +21,8 @@ HOLD_LOCK = """
 import sys, time
 from pathlib import Path
 from holdfast.locking import Lock
-print(Lock(Path(sys.argv[1])).attempt(), flush=True)
+lock = Lock(Path(sys.argv[1]))
+print(lock.attempt(), flush=True)
 time.sleep(600)
 """
 

@@ -18,9 +18,9 @@ from holdfast.hub.layers import moe_layers
 from holdfast.metrics.paired import paired
 from holdfast.routing.scores import Cosine
 from holdfast.train import Comparison, Recipe, build_model, load_recipe, make_task, parse_routers
+from holdfast.train.building import put_router
 from holdfast.train.domain_summary import summarise_domains
-from holdfast.train.domain_task import DomainTask
-from holdfast.train.put_router import put_router
+from holdfast.train.image_task import DomainTask
 from holdfast.train.results import Results
 from holdfast.train.saved_model import load_model_and_task
 from holdfast.train.training import SingleRun
@@ -275,7 +275,7 @@ def test_validation_is_on_all_held_back_images_of_the_training_domains(
         ({"data__held_out": "phto"}, "data.held_out: unknown domain 'phto': did you mean 'photo'?"),
         ({"data__held_out": "photo", "training__batch": 8}, "of the 3 training domains: use a multiple of 3"),
         ({"training__batch": 8}, "with data.held_out=art_painting: training.batch is 8; a batch has as many images of each"),
-        ({"task": "images", "data__held_out": "photo"}, "data.held_out is a domain: set `task: domains`"),
+        ({"task": "images", "data__held_out": "photo"}, "data.held_out is for images of several domains"),
     ],
 )
 def test_a_wrong_recipe_is_one_sentence_before_training(

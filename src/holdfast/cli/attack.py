@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from holdfast.cli.common import Loading, PluginFiles, TestData, check_files, forwards, require_free, show, write_out
+from holdfast.cli.common import Loading, PluginFiles, TestData, forwards, require_free, show, write_out
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Attack:
     plugins: Annotated[PluginFiles, arg(name="")] = field(default_factory=PluginFiles)
 
     def run(self) -> None:
-        from holdfast.train import attack_images, attack_routers, attack_text
+        from holdfast.train import attack_images, attack_routers
         from holdfast.train.training import quiet
         from holdfast.version import versions
 
@@ -78,7 +78,7 @@ class Attack:
         with forwards(model, f"attacking {self.model}", None):
             how: dict[str, Any] = {"steps": self.steps, "seed": self.seed}
             if rate is not None:
-                found = attack_text(model, task, self.kind, rate=rate, seed=self.seed)
+                found = task.attack_words(model, self.kind, rate=rate, seed=self.seed)
             elif self.kind == "routes":
                 found = attack_routers(model, task, budget=budgets[0], tokens=self.examples, **how)
             else:
@@ -89,7 +89,6 @@ class Attack:
         if self.page is not None:
             from holdfast.report.attack_page import write_attack_page
 
-            check_files()
             write_attack_page(stored, self.page, force=True)
             print(f"Page: {self.page}")
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import arg
 
-from holdfast.cli.common import PluginFiles, bar, require_folder, require_place, show, show_messages
+from holdfast.cli.common import PluginFiles, bar, changes, require_folder, require_place, show, show_messages
 from holdfast.comparing import PAGE, ROUTERS, load_with_sweep, run_comparison
+from holdfast.locking import take_over
 
 if TYPE_CHECKING:
     from holdfast.train import Cell, Comparison
@@ -50,6 +51,8 @@ class Compare:
     """If a router uses more experts per token than the baseline, add the baseline with that number, rounded up."""
     jobs: int = 1
     """How many models to train at the same time; several use one GPU better."""
+    take_over: bool = False
+    """Write into the folder although a process of another host has left its note there; make sure that it has ended."""
     plugins: Annotated[PluginFiles, arg(name="")] = field(default_factory=PluginFiles)
 
     def run(self) -> None:
@@ -63,6 +66,8 @@ class Compare:
         require_folder(self.out)
         for name in ("results.json", PAGE):
             require_place(self.out / name)
+        if self.take_over:
+            take_over(self.out)
         routers = parse_routers(self.routers)
         quiet()
         show_messages()
@@ -75,24 +80,6 @@ class Compare:
         print_tables(results)
         print("\n" + "\n".join(verdict(results)))
         print(f"\nAll numbers: {self.out / 'results.json'}\nReport: {self.out / PAGE}")
-
-
-def changes(pairs: tuple[str, ...]) -> dict[str, Any]:
-    """Return `training.steps=50` and the like as keys and values; values are read as YAML."""
-    import yaml
-
-    found = {}
-    for pair in pairs:
-        key, sign, value = pair.partition("=")
-        if not sign or not key:
-            raise ValueError(f"{pair!r} does not change a recipe; write section.key=value.")
-        try:
-            found[key] = yaml.safe_load(value)
-        except yaml.YAMLError:
-            raise ValueError(
-                f"{value!r}, the value of {key}, is not YAML in UTF-8; put a text with brackets into quotes."
-            ) from None
-    return found
 
 
 def _with_progress(comparison: Comparison, jobs: int) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from holdfast.report.page_shell import THEMES, decimal, flattened, listed, rende
 from holdfast.report.plot_data import mark
 from holdfast.report.plots import by_layer, plots
 from holdfast.routing.grammar import written_value
-from holdfast.train.domain_task import HELD_OUT
+from holdfast.train.image_task import HELD_OUT
 from holdfast.train.results import Results, Row
 from holdfast.train.task import Measure
 

@@ -9,7 +9,7 @@ from holdfast.metrics.paired import EVERYTHING, FEWEST_SEEDS
 from holdfast.report.page_shell import decimal, listed, percent, rise
 from holdfast.report.tables import Table
 from holdfast.routing.grammar import written_pairs, written_value
-from holdfast.train.domain_task import HELD_OUT
+from holdfast.train.image_task import HELD_OUT
 from holdfast.train.results import CellResult, DomainRow, Layer, Results, Row, RowCost
 
 COST = "cost of the attack on untouched words"

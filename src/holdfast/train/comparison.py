@@ -34,12 +34,12 @@ import torch
 from holdfast.checked import from_mapping
 from holdfast.files import remove_folder, require_no_links
 from holdfast.hub.install import hooks_of
-from holdfast.locking import POLL, Lock, Owner, describe_writer, locked
+from holdfast.locking import POLL, Lock, Owner, locked
 from holdfast.plugins import PLUGIN_ERRORS, failure_in_plugin, load_plugin, plugin_files
 from holdfast.stored import without_nan
+from holdfast.train.building import build_model, preflight
 from holdfast.train.cells import Cell, Result, merge_results
 from holdfast.train.domain_summary import summarise_domains
-from holdfast.train.preflight import preflight
 from holdfast.train.recipe import Recipe, RouterChoice
 from holdfast.train.results import CellResult, Metric, Results, Run
 from holdfast.train.run_folder import (
@@ -66,7 +66,7 @@ from holdfast.train.summary import summarise
 from holdfast.train.sweep import Setting, require_few_cells, shares_data, with_choices, with_recipe
 from holdfast.train.task import Task
 from holdfast.train.task_record import MODEL, TASK
-from holdfast.train.training import build_model, quiet, require_trainable, train
+from holdfast.train.training import quiet, require_trainable, train
 from holdfast.version import VERSION, versions
 
 # The keys that a complete result.json must have.
@@ -158,8 +158,9 @@ class Comparison:
         self._preflight()
         found: dict[str, Result] = {}
         while missing := [cell for cell in self.cells if cell.name not in found]:
+            free = [cell for cell in missing if self._locks[cell.name].holder() is None]
             if jobs > 1:
-                run_in_parallel(self, [cell for cell in missing if self._writer(cell) is None], jobs, progress)
+                run_in_parallel(self, free, jobs, progress)
             owners = {}
             for cell in missing:
                 result = self.attempt(cell, progress)
@@ -230,7 +231,7 @@ class Comparison:
         stored = self._stored_with_progress(cell, progress)
         if stored is not None:
             return stored
-        owner = self._writer(cell)
+        owner = lock.holder()
         if owner is not None:
             return owner
         with _deterministic_threads():
@@ -307,17 +308,12 @@ class Comparison:
                 "give this router another name."
             )
 
-    def _writer(self, cell: Cell) -> Owner | None:
-        """Return the other process that trains the cell now, if any."""
-        state, owner = self._locks[cell.name].holder()
-        return None if state == "dead" else owner
-
     def _wait(self, owners: dict[str, Owner]) -> None:
         """Wait for `POLL` seconds. Log once which process trains a cell, when a second call finds the same process."""
         for name, owner in owners.items():
             found, was_logged = self._seen.get(name, (None, False))
             if owner == found and not was_logged:
-                logger.warning("waiting for cell %s: %s", name, describe_writer(owner))
+                logger.warning("waiting for cell %s: %s writes it.", name, owner)
             self._seen[name] = owner, owner == found
         time.sleep(POLL)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from holdfast.metrics import Difference, paired
 from holdfast.metrics.paired import over_examples
-from holdfast.train.domain_task import HELD_OUT
+from holdfast.train.image_task import HELD_OUT
 from holdfast.train.results import DomainRow
 
 Scores = Mapping[str, Mapping[str, Any]]  # of one seed, by held-out domain: "figure" is the error
