@@ -148,7 +148,7 @@ class ModifiedGenerator(ModifiedModel):
         hooks = self.__dict__["_holdfast"]
         if hooks.breaks_causality:
             raise ValueError(f"{NOT_CAUSAL}; it cannot generate.")
-        with hooks.collector.generation():
+        with hooks.forwards.generation():
             return super().generate(*arguments, **options)  # type: ignore[misc]
 
 

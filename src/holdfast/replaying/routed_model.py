@@ -9,9 +9,9 @@ from torch import nn
 
 from holdfast.files import DEEPEST, depth_exceeds
 from holdfast.hub.families import text_config
+from holdfast.hub.forwards import require_no_copies
 from holdfast.hub.install import specs_of
 from holdfast.hub.layers import moe_layers
-from holdfast.routing.forward_routes import require_no_copies
 
 MOST_LAYERS, MOST_EXPERTS = 4096, 2**15 - 1  # of routes from a file; an expert is an int16
 
