@@ -175,10 +175,14 @@ class Router(nn.Module):
         """Return the `Routing` of `tokens (B,N,d)`. A router that is not sequence-aware also takes `tokens (T,d)`."""
         self._refuse_tracing()
         context = context or Context()
-        self._refuse_cache(context)
+        if context.cache is not None:
+            self._refuse_cache(context)
         tokens = self._as_sequences(tokens)
-        real, usable = context.checked_mask(tokens), context.usable_rows(tokens)
-        tokens = tokens if usable is None else tokens.where(usable.unsqueeze(-1), 0.0)
+        real = usable = None
+        if context.token_mask is not None:
+            real, usable = context.checked_mask(tokens), context.usable_rows(tokens)
+            assert usable is not None
+            tokens = tokens.where(usable.unsqueeze(-1), 0.0)
         losses: dict[str, Tensor] = {}
         plain = self._plain_options(context, usable)
         with _without_autocast(tokens.device.type):
@@ -191,7 +195,7 @@ class Router(nn.Module):
         return routing
 
     def _refuse_cache(self, context: Context) -> None:
-        if context.cache is not None and not self.traits.cacheable:
+        if not self.traits.cacheable:
             raise ValueError(
                 "this router declares cacheable=False: with a RouterCache its routing is not that of one forward; pass "
                 "all tokens in one forward, without a cache."
@@ -240,34 +244,38 @@ class Router(nn.Module):
         losses: dict[str, Tensor],
     ) -> Routing:
         """Return the routing, stage by stage. Its losses are `losses`: those of the selector are added to them."""
-        parts = self.all_parts
+        parts, score, select = self.all_parts, self.score, self.select
         if self.training:
             self._commit_state(parts)
-        logits = self._require_finite(self.score(tokens, context), tokens, real)  # score, and cluster if there is one
+        logits = self._require_finite(score(tokens, context), tokens, real)  # score, and cluster if there is one
         slots = None
-        if self.score.slots is not None:  # the softmax of these logits is the sum over an expert's slots
-            slots = logits.unflatten(-1, (self.experts, self.score.slots))
+        if score.slots is not None:  # the softmax of these logits is the sum over an expert's slots
+            slots = logits.unflatten(-1, (self.experts, score.slots))
             logits = slots.logsumexp(-1)
         scores = self._inform(logits, tokens, context, real, slots)
-        if self.training and self.learning and self.select.noise is not None:
-            scores = self.select.with_noise(self.select.noise, scores, tokens)
-        selection = self.select(scores, tokens, context)
+        if self.training and self.learning and select.noise is not None:
+            scores = select.with_noise(select.noise, scores, tokens)
+        selection = select(scores, tokens, context)
         if context.replayed is not None:
             selection = self._replay(context.replayed, selection, scores)
         losses |= selection.losses
         weights = selection.weights if self.scale == 1 else selection.weights * self.scale
+        gates, shares = selection.gates, selection.shares
+        if usable is not None:
+            logits, gates, weights = (_detach_unusable(values, usable) for values in (logits, gates, weights))
+            shares = None if shares is None else _detach_unusable(shares, usable)
         return Routing(
-            logits=_detach_unusable(logits, usable).flatten(0, 1),
-            gates=_detach_unusable(selection.gates, usable).flatten(0, 1),
+            logits=logits.flatten(0, 1),
+            gates=gates.flatten(0, 1),
             experts=selection.experts.flatten(0, 1),
-            weights=_detach_unusable(weights, usable).flatten(0, 1),
+            weights=weights.flatten(0, 1),
             losses=losses,
             requested=None if selection.requested is None else selection.requested.flatten(0, 1),
             dropped=None if selection.dropped is None else selection.dropped.flatten(),
             balance_groups=self._balance_groups(parts, tokens, context),
             rows=None if selection.rows is None else selection.rows.flatten(),
             dispatch=None if selection.dispatch is None else selection.dispatch.flatten(0, 1),
-            shares=None if selection.shares is None else _detach_unusable(selection.shares, usable).flatten(0, 1),
+            shares=None if shares is None else shares.flatten(0, 1),
         )
 
     def _replay(self, replayed: Tensor, live: Selection, scores: Scores) -> Selection:
@@ -283,7 +291,7 @@ class Router(nn.Module):
     def _inform(self, logits: Tensor, tokens: Tensor, context: Context, real: Tensor | None, slots: Tensor | None) -> Scores:
         """Return the `Scores` that the selector reads: the gates of `logits (B,N,E)`, mixed by the informers."""
         gates = self.select.gate(logits)
-        informers = [informer for informer in self.informers if not informer.inert]
+        informers = [informer for informer in self.informers if not informer.inert] if len(self.inform) else []
         if not informers:
             return Scores(logits, gates, informed=False, raw=logits, slots=slots)
         for informer in informers:
@@ -296,6 +304,8 @@ class Router(nn.Module):
         """Return (T,G) bool: the groups of tokens whose load is balanced separately; None if no part declares groups."""
         groups = None
         for part in parts:
+            if type(part).balance_groups is Part.balance_groups:  # most parts: this saves their calls
+                continue
             own = part.balance_groups(tokens, context)
             if own is not None:
                 groups = own if groups is None else (groups.unsqueeze(-1) & own.unsqueeze(-2)).flatten(-2)
@@ -364,9 +374,10 @@ class Router(nn.Module):
 
     def _as_sequences(self, tokens: Tensor) -> Tensor:
         """Return `tokens` as (B,N,d); raise ValueError if this router cannot read them."""
-        if tokens.dim() == 2 and not self.traits.sequence_aware:
+        dimensions = tokens.dim()
+        if dimensions == 2 and not self.traits.sequence_aware:
             tokens = tokens.unsqueeze(0)
-        if tokens.dim() != 3:
+        elif dimensions != 3:
             expected = "(B, N, d), because it reads whole sequences" if self.traits.sequence_aware else "(B, N, d) or (T, d)"
             raise ValueError(f"{self.layer}: tokens have shape {tuple(tokens.shape)}; this router takes {expected}.")
         if not tokens.is_floating_point():
@@ -401,14 +412,12 @@ def _without_autocast(device: str) -> AbstractContextManager[object]:
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
-def _detach_unusable(values: Tensor, usable: Tensor | None) -> Tensor:
+def _detach_unusable(values: Tensor, usable: Tensor) -> Tensor:
     """Return `values (B,N,...)`, detached in rows that are not `usable (B,N)`.
 
     Rows of padding that contain NaN are not usable. A model's native experts return NaN as the gradient of such rows, and
     that gradient must not reach the router.
     """
-    if usable is None:
-        return values
     return torch.where(usable.view(*usable.shape, *[1] * (values.dim() - 2)), values, values.detach())
 
 
