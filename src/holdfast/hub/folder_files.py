@@ -108,26 +108,23 @@ def is_modified(written: Mapping[str, Any], name: object) -> bool:
 
 def family_values(written: Mapping[str, Any], name: object) -> dict[str, Any]:
     """Return the family's config from any config.json, without entries that name code or make a load fail."""
-    values = _family_values(written, name)
+    if is_modified(written, name):
+        description, section = description_of(written), written[SECTION]
+        described = description.get("model_type") if isinstance(description, dict) else None
+        beside = sorted(name for name in set(written) - UPPER if not name.startswith("_"))  # transformers adds some with "_"
+        if beside:
+            raise ValueError(
+                f'{name}: its config has {beside[0]!r} beside "{SECTION}", where it has no effect; move it into "{SECTION}".'
+            )
+        if section.get("model_type") != described:
+            raise ValueError(f"{name}: its config is for {section.get('model_type')!r}, its routers for {described!r}.")
+        values = unwrapped_config(section)
+    else:
+        values = without_code(written)
     names = values.get("architectures")
     if names is not None and not (isinstance(names, list) and all(isinstance(one, str) for one in names)):
         raise ValueError(f"{name}: its config names no model class of transformers (architectures: {names}).")
     return values
-
-
-def _family_values(written: Mapping[str, Any], name: object) -> dict[str, Any]:
-    if not is_modified(written, name):
-        return without_code(written)
-    description, section = description_of(written), written[SECTION]
-    own_type = description.get("model_type") if isinstance(description, dict) else None
-    other = sorted(name for name in set(written) - UPPER if not name.startswith("_"))  # transformers adds some with "_"
-    if other:
-        raise ValueError(
-            f'{name}: its config has {other[0]!r} beside "{SECTION}", where it has no effect; move it into "{SECTION}".'
-        )
-    if section.get("model_type") != own_type:
-        raise ValueError(f"{name}: its config is for {section.get('model_type')!r}, its routers for {own_type!r}.")
-    return unwrapped_config(section)
 
 
 def unwrapped_config(section: Mapping[str, Any]) -> dict[str, Any]:
@@ -259,15 +256,13 @@ def require_own_files(folder: Path) -> None:
         names = sorted(os.listdir(place)) if place.is_dir() else []
         for name in names:
             if any(fnmatch(name, pattern) for pattern in FILES):
-                limit = next(size for pattern, size in LARGEST.items() if fnmatch(name, pattern))
-                _require_own(place / name, folder, limit)
-
-
-def _require_own(file: Path, folder: Path, limit: int | None) -> None:
-    try:
-        require_regular(file, limit=limit, inside=folder)
-    except FileNotFoundError:
-        raise ValueError(f"{file} is a link to a file that does not exist: the folder is not complete.") from None
+                file, limit = place / name, next(size for pattern, size in LARGEST.items() if fnmatch(name, pattern))
+                try:
+                    require_regular(file, limit=limit, inside=folder)
+                except FileNotFoundError:
+                    raise ValueError(
+                        f"{file} is a link to a file that does not exist: the folder is not complete."
+                    ) from None
 
 
 def _require_own_shards(folder: Path) -> None:

@@ -40,7 +40,7 @@ from holdfast.hub.replacements import (
     use_holdfast_experts,
 )
 from holdfast.hub.specs import NATIVE, LayerInfo, LayerSpec, build_routers, linked_in_order
-from holdfast.layers import Experts, name_layers
+from holdfast.layers import name_layers
 from holdfast.layers.moe import LAYER_NAMES, not_causal
 from holdfast.layers.upcycling import new_shared
 from holdfast.routing import Router, join_routers
@@ -162,36 +162,26 @@ def make_sparse(layers: Mapping[str, DenseLayer], specs: Mapping[str, LayerSpec]
         infos.append(LayerInfo(name, dim, specs[name].experts or 0, heads, vocabulary=vocabulary, uncaptured=uncaptured))
     hosts = {name: HostModel(rule=specs[name].rule()) for name in layers}
     routers = build_routers(linked_in_order(infos), specs, hosts)
-    _refuse_in_causal_layers(layers, routers)
-    experts = {name: new_experts(dense, specs[name].experts or 0, specs[name].hidden) for name, dense in layers.items()}
-    made = {}
     for name, dense in layers.items():
         router = routers[name]
         if router is None:
             raise ValueError("a dense model has no native router; name one of holdfast.list_routers().")
-        shared = new_shared(experts[name], specs[name].shared)
-        made[name] = _install_sparse(dense, router, experts[name], shared)
-    return made
-
-
-def _refuse_in_causal_layers(layers: Mapping[str, DenseLayer], routers: Mapping[str, Router | None]) -> None:
-    """Raise ValueError if a router refuses causal models and the attention before its layer is causal."""
-    for name, dense in layers.items():
-        router = routers[name]
-        is_causal = dense.family.is_causal(dense.attention)
-        if router is not None and is_causal and router.select.refuses_causal:
+        if router.select.refuses_causal and dense.family.is_causal(dense.attention):
             raise ValueError(f"{name}: {not_causal(LAYER_NAMES[router.select.layer_kind])}")
-
-
-def _install_sparse(dense: DenseLayer, router: Router, experts: Experts, shared: nn.Module | None) -> SparseLayer:
-    family, layer = dense.family, dense.layer
-    dropout = None if family.dropout is None else layer.get_submodule(family.dropout)
-    router = router.to(**device_and_dtype(experts.down_proj))
-    sparse = _mark_initialised(SparseLayer(router, experts, dropout, shared).train(layer.training))
-    layer.set_submodule(family.place, sparse)
-    for path in family.bypassed:
-        layer.set_submodule(path, nn.Identity())
-    return sparse
+    experts = {name: new_experts(dense, specs[name].experts or 0, specs[name].hidden) for name, dense in layers.items()}
+    made = {}
+    for name, dense in layers.items():
+        router, family, layer = routers[name], dense.family, dense.layer
+        assert router is not None
+        shared = new_shared(experts[name], specs[name].shared)
+        dropout = None if family.dropout is None else layer.get_submodule(family.dropout)
+        router = router.to(**device_and_dtype(experts[name].down_proj))
+        sparse = SparseLayer(router, experts[name], dropout, shared).train(layer.training)
+        made[name] = _mark_initialised(sparse)
+        layer.set_submodule(family.place, sparse)
+        for path in family.bypassed:
+            layer.set_submodule(path, nn.Identity())
+    return made
 
 
 def _mark_initialised(module: Module) -> Module:
