@@ -403,8 +403,9 @@ class ContextCapture:
         """Capture shape, mask and KV cache of the attention. Raise ValueError if the router cannot separate sequences."""
         captured, hidden = self._thread.captured, inputs[0] if inputs else options.get("hidden_states")
         # Some layers flatten tokens to (T,d) after the attention.
-        is_row = isinstance(hidden, Tensor) and hidden.dim() == 3 and not self.layer_modules.windowed
-        captured.shape = hidden.shape[:-1] if is_row else None
+        captured.shape = None
+        if isinstance(hidden, Tensor) and hidden.dim() == 3 and not self.layer_modules.windowed:
+            captured.shape = hidden.shape[:-1]
         if self._reads_tokens_alone:
             return
         if self.breaks_causality or self._needs_padding(self.forwards.forward):
