@@ -14,6 +14,7 @@ an older name for it):
 """
 
 import hashlib
+import inspect
 import logging
 import os
 import sys
@@ -109,6 +110,15 @@ def check_name(name: object, kind: str) -> None:
     """Raise ValueError unless `name` can be written on a command line and in a file name as it is."""
     if not isinstance(name, str) or not name or not all(letter.isalnum() or letter in "-_" for letter in name):
         raise ValueError(f"{name!r} cannot be the name of {kind}: use letters, digits, hyphens and underscores.")
+
+
+def takes(function: Callable[..., Any], count: int) -> bool:
+    """Return whether a function can be called with so many arguments."""
+    try:
+        inspect.signature(function).bind(*[None] * count)
+    except TypeError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy, one_hot
 
 from holdfast.data import Order, PixelScaling
 from holdfast.data.draws import Draws, ManyDraws
-from holdfast.data.labelled_images import ArrayImages, FileImages
+from holdfast.data.images import ArrayImages, FileImages
 from holdfast.train import Comparison, Recipe, build_model, load_recipe, make_task, parse_routers
 from holdfast.train.augmentation import AugmentedImages, AugmentPart, MovedImages, crop_box
 from holdfast.train.mixed_labels import mixing_term, soft_labels

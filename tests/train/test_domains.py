@@ -13,7 +13,7 @@ from commands import Command
 
 import holdfast
 from holdfast.cli.main import main
-from holdfast.data.labelled_images import decode
+from holdfast.data.images import decode
 from holdfast.hub.layers import moe_layers
 from holdfast.metrics.paired import paired
 from holdfast.report import read_results

@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from holdfast.data.labelled_images import FileImages
+from holdfast.data.images import FileImages
 from holdfast.hub.folder_files import PROCESSOR
 from holdfast.train import Recipe, build_model, make_task, save_trained
 from holdfast.train.image_processor import ImageReading, image_reading

@@ -12,7 +12,7 @@ from commands import Command
 from PIL import Image
 
 from holdfast.attacks import CORRUPTIONS
-from holdfast.data.labelled_images import ArrayImages
+from holdfast.data.images import ArrayImages
 from holdfast.metrics.tasks import ALEXNET_ERRORS
 from holdfast.train import Comparison, Recipe, make_task, parse_routers
 from holdfast.train.image_attacks import Corrupted, classifier

@@ -127,7 +127,7 @@ def print_scores(title: str, scores: dict[str, dict[str, Any]], task: Any) -> No
     from rich.markup import escape
     from rich.table import Table
 
-    from holdfast.metrics.labels import LABEL_METRICS
+    from holdfast.metrics.tasks import LABEL_METRICS
 
     measure = task.measure
     table = Table(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from holdfast.hub.families import as_token_ids, image_tokens
 from holdfast.hub.losses import ROUTER_LOGITS, Forward, LossCollector
-from holdfast.kernels.backward import is_recomputing
+from holdfast.kernels.torch_internals import is_recomputing
 from holdfast.routing import Router
 from holdfast.routing.threads import PerThread, entered, entered_keys, one_more
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.hub.families import text_config
-from holdfast.kernels.backward import has_gradient
+from holdfast.kernels.torch_internals import has_gradient, running_backward
 from holdfast.layers.losses import Losses, balance, single_process_mean
 from holdfast.routing import Routing
 from holdfast.routing.state import mean_over_ranks
@@ -189,7 +189,7 @@ class LossCollector:
             return self.loss_scale
         if node.is_fp16:
             raise ValueError(FP16)
-        backward = torch._C._current_graph_task_id()
+        backward = running_backward()
         if backward != self._checked_backward:
             # Once, in the last layer: in this backward, later parameters have their new gradients by then.
             self._checked_backward = backward

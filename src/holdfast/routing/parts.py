@@ -15,7 +15,6 @@ from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 
 from holdfast.kernels.fp32_linear import linear_float32, scaled_linear_float32
 from holdfast.kernels.select import TINY as TINY
@@ -117,12 +116,6 @@ class Part(nn.Module, ABC):
         """Declare the cost of this part in a layer, without `wrapped` parts; if None, plans count only its parameters."""
         return None
 
-    @property
-    def is_watched(self) -> bool:
-        """Whether something else runs when this part is called: hooks, or a forward that another library has set."""
-        own = (self._forward_hooks, self._forward_pre_hooks, self._backward_hooks, self._backward_pre_hooks)
-        return any(own) or "forward" in self.__dict__ or _has_any_global_hook()
-
     def snapshot(self) -> Mapping[str, Tensor]:
         """Return tensors to watch during training, by name. "graph" (E,E) is a learned expert graph."""
         return {}
@@ -147,11 +140,6 @@ class Score(Part):
     scores_sequence = False  # True: all tokens of a sequence have the same logits; a token-side informer is an error
     scores_all = True  # False: a token has scores for selected experts only; a selector that asks others is an error
     slots: int | None = None  # slots of each expert, if logits are those of slots (SoftMoE); None: those of experts
-
-    @property
-    def plain_matrix(self) -> Tensor | None:
-        """The matrix (E,d), if the logits are its product with the tokens, and it does nothing else."""
-        return None
 
     @property
     def reusable_score(self) -> "Score | None":
@@ -282,11 +270,6 @@ class Selector(Part):
     def ragged(self) -> bool:
         """Whether it may leave slots unused. Some functions of other libraries that run experts do not support this."""
         return True
-
-    @property
-    def plain_k(self) -> int | None:
-        """k, if it selects the k best experts, with a softmax over their logits as weights, and does nothing else."""
-        return None
 
     @property
     def gate(self) -> GateFunction:

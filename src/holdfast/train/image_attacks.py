@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from holdfast.attacks import CORRUPTIONS, AttackedInputs, attack_curve, attack_pixels, corrupt, find_attack
-from holdfast.attacks.curves import ascending
+from holdfast.attacks.inputs import ascending
 from holdfast.attacks.registry import Attack, require_options
 from holdfast.data import PixelScaling
 from holdfast.files import MIB
@@ -67,7 +67,7 @@ def error_of(wrong: Tensor) -> float:
 
 
 def per_image(wrong: Tensor) -> dict[str, Any]:
-    """Return the answers to single images as `metrics.per_example` stores them."""
+    """Return the answers to single images as `metrics.Shares` stores them."""
     return Shares(wrong.cpu().double().numpy()).stored()
 
 

@@ -16,7 +16,7 @@ from typing import Any, final
 import numpy as np
 
 from holdfast.data import PixelScaling
-from holdfast.data.labelled_images import Prepare
+from holdfast.data.images import Prepare
 from holdfast.files import read_json
 from holdfast.hub.folder_files import PROCESSOR, check_files, without_code
 

@@ -7,7 +7,7 @@ scaled up without need if nothing is said: 40 pixels as 224 are 12,544 patches o
 import math
 from typing import Any
 
-from holdfast.data.labelled_images import Images
+from holdfast.data.images import Images
 
 MOST_PATCHES = 4096  # of an image, if attention is over all patches
 SAMPLED = 8  # images whose size on disk is read

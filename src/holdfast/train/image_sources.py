@@ -9,11 +9,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from holdfast.data.class_names import ClassIndex, published_set, read_class_index
 from holdfast.data.datasets import find_dataset
-from holdfast.data.images import SIZE, folder_set
-from holdfast.data.labelled_images import Prepare
-from holdfast.data.shifted_images import UnsplitImages, recognise, unsplit_images
+from holdfast.data.images import Prepare
+from holdfast.data.labelled_images import SIZE, folder_set
+from holdfast.data.shifted_images import (
+    ClassIndex,
+    UnsplitImages,
+    published_set,
+    read_class_index,
+    recognise,
+    unsplit_images,
+)
 
 
 def image_size(model: Any) -> int:

@@ -1,6 +1,6 @@
 """Texts and pairs of texts to classify or to score: examples for training, validation and testing, clean and attacked.
 
-The metric is a metric of labels (`metrics.labels`), by default the one that the data are usually scored by. Routers are
+The metric is a metric of labels (`metrics.tasks`), by default the one that the data are usually scored by. Routers are
 compared by it, higher is better; for accuracy by the share of wrong classes in percent, lower is better. A metric that is
 not defined, as a correlation with constant predictions, gives NaN and a reason.
 
@@ -32,7 +32,7 @@ from holdfast.errors import unknown_name
 from holdfast.hub import trace
 from holdfast.hub.tracing import require_positions
 from holdfast.metrics import ChosenMetrics, PerExample, Predictions, Shares, difference_of, level_of
-from holdfast.metrics.labels import IGNORED, LABEL_METRICS, label_metric, label_metrics
+from holdfast.metrics.tasks import IGNORED, LABEL_METRICS, label_metric, label_metrics
 from holdfast.train.recipe import Recipe
 from holdfast.train.start import padding_token, start_model, start_tokenizer
 from holdfast.train.task import (

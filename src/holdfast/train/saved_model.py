@@ -12,7 +12,7 @@ from typing import Any, final
 import torch
 
 from holdfast.data import text_set, text_sets
-from holdfast.data.class_names import read_class_index
+from holdfast.data.shifted_images import read_class_index
 from holdfast.data.tokenizers import HubTokenizer
 from holdfast.files import write_atomically
 from holdfast.hub import load, save
@@ -67,7 +67,7 @@ class TrainedModel:
     def task(self, data: Path | None = None, *, source: str | None = None, class_index: Path | None = None) -> Task:
         """Return the task it was trained for, with its own tokeniser, on the data that `TaskRecord.source` allows.
 
-        class_index     for images in folders that are named by WordNet id: see `data.class_names`
+        class_index     for images in folders that are named by WordNet id: see `data.shifted_images`
         """
         part = replace(self.recipe.data, source=self.record.source(source, data))
         recipe = replace(self.recipe, data=part)
@@ -165,7 +165,7 @@ def load_model_and_task(
     data        where named sources are searched for
     length      tokens of a block of text
     loading     options of `from_pretrained`: device_map, dtype, ...
-    class_index for folders of images that are named by WordNet id: see `data.class_names`
+    class_index for folders of images that are named by WordNet id: see `data.shifted_images`
     """
     if length is not None and length < 1:
         raise ValueError(f"length is {length}; a block of text has at least 1 token.")

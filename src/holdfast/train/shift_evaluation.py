@@ -55,7 +55,7 @@ def load_with_shifts(
 
     written         folders, and "corruptions"; see `shifted_tests`
     source, data    the model's own test images, if they may not be read without being named
-    class_index     for folders that are named by WordNet id: see `data.class_names`
+    class_index     for folders that are named by WordNet id: see `data.shifted_images`
     """
     found = recognise_all(written)
     record = read_record(Path(path)) if is_trained(Path(path)) else None
