@@ -17,7 +17,6 @@ from holdfast.metrics import (
     Shares,
     block_losses,
     cost_of_attack,
-    cost_over_seeds,
     difference_of,
     level_of,
     paired,
@@ -47,19 +46,19 @@ def test_from_three_seeds_on_the_squares_of_both_distances_are_added() -> None:
     assert seeds.high is not None and both.low is not None and both.high is not None
     half = seeds.high - seeds.mean
     assert (both.low, both.high) == pytest.approx((-0.1 - math.hypot(half, 0.03), -0.1 + math.hypot(half, 0.04)))
-    assert both.differs
+    assert both.kind == "lower"
     assert mentions(both.words, "-0.1 ", "95%", "-0.1389 to -0.05291", "3 seeds")
     none = paired([1.0, 2.0, 3.0], [1.1, 1.9, 3.01], examples=(-0.2, 0.2))
-    assert none.differs is False and mentions(none.words, "no difference", "3 seeds", "above 0.32 would show")
+    assert none.kind == "same" and mentions(none.words, "no difference", "3 seeds", "above 0.32 would show")
 
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_fewer_seeds_have_the_interval_of_these_models_and_claim_nothing(count: int) -> None:
     found = paired([1.0] * count, [1.8] * count, examples=(0.6, 1.0))  # equal differences: t over seeds has no width
-    assert (found.low, found.high) == pytest.approx((0.6, 1.0)) and found.differs is None
+    assert (found.low, found.high) == pytest.approx((0.6, 1.0)) and found.kind == "unknown"
     assert mentions(found.words, "+0.8 ", "+0.6 to +1", "these models only")
     bare = paired([1.0] * count, [0.5] * count)
-    assert (bare.mean, bare.low, bare.high, bare.differs) == (-0.5, None, None, None)
+    assert (bare.mean, bare.low, bare.high, bare.kind) == (-0.5, None, None, "unknown")
     assert mentions(bare.words, "-0.5", "no interval")
 
 
@@ -198,11 +197,11 @@ def test_over_seeds_blocks_and_seeds_count() -> None:
     rise = torch.rand(20, generator=torch.Generator().manual_seed(0))
     one = cost_of_attack(clean, block_losses(1 + rise, torch.arange(20) // 2, 10))
     assert one is not None and one.low is not None and one.high is not None and one.over == "these models only"
-    alike = cost_over_seeds([one.summary()] * 3)
+    alike = level_of([one.summary()] * 3)
     assert alike is not None and (alike.low, alike.high) == pytest.approx((one.low, one.high), abs=1e-5)
     assert alike.over == "seeds and examples"
     costs = [cost_of_attack(clean, block_losses(1 + rise + shift, torch.arange(20) // 2, 10)) for shift in (0, 0.01, 0.02)]
-    apart = cost_over_seeds([cost.summary() for cost in costs if cost])
+    apart = level_of([cost.summary() for cost in costs if cost])
     half = math.hypot(4.302653 * 0.01 / math.sqrt(3), one.high - one.mean)
     assert apart is not None and np.subtract(apart.high or 0, apart.mean) == pytest.approx(half, rel=1e-4)
-    assert cost_over_seeds([{}]) is None
+    assert level_of([{}]) is None

@@ -20,7 +20,6 @@ from holdfast.metrics.paired import Predictions as Predictions
 from holdfast.metrics.paired import Shares as Shares
 from holdfast.metrics.paired import block_losses as block_losses
 from holdfast.metrics.paired import cost_of_attack as cost_of_attack
-from holdfast.metrics.paired import cost_over_seeds as cost_over_seeds
 from holdfast.metrics.paired import difference_of as difference_of
 from holdfast.metrics.paired import level_of as level_of
 from holdfast.metrics.paired import paired as paired

@@ -25,7 +25,7 @@ import math
 import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Self, final
 
 import numpy as np
@@ -44,6 +44,7 @@ RESAMPLES = 1000
 Interval = tuple[float, float]
 Numbers = npt.NDArray[np.float64]  # (n,)
 Over = Literal["seeds and examples", "these models only", "these examples only"]
+EVERYTHING: Over = "seeds and examples"  # the only interval from which something may be claimed
 Score = Mapping[str, Any]  # of a model, as stored: "figure", and under "per_example" the results of single examples
 
 
@@ -260,16 +261,22 @@ class Difference:
     over: Over | None = None  # None: there is no interval
 
     @property
-    def differs(self) -> bool | None:
-        """Whether the interval excludes 0; None if nothing may be claimed, because it does not cover seeds and examples."""
-        if self.low is None or self.high is None or self.over != "seeds and examples":
-            return None
-        return not self.low <= 0 <= self.high
+    def kind(self) -> Literal["lower", "higher", "same", "unknown"]:
+        """What may be claimed: "unknown" unless there is an interval over seeds and examples."""
+        if self.low is None or self.high is None or self.over != EVERYTHING:
+            return "unknown"
+        return "lower" if self.high < 0 else "higher" if self.low > 0 else "same"
 
     @property
-    def shows(self) -> float | None:
+    def shows(self) -> float:
         """Half the width of the interval: a difference above it would have been shown."""
-        return None if self.low is None or self.high is None else (self.high - self.low) / 2
+        assert self.low is not None and self.high is not None
+        return (self.high - self.low) / 2
+
+    def __neg__(self) -> "Difference":
+        """Return baseline - other."""
+        low, high = (None if end is None else 0.0 - end for end in (self.high, self.low))  # 0, not -0
+        return replace(self, mean=0.0 - self.mean, low=low, high=high)
 
     @property
     def words(self) -> str:
@@ -278,10 +285,24 @@ class Difference:
             return f"{self.mean:+.4g}, no interval"
         notes = [f"95% interval {self.low:+.4g} to {self.high:+.4g}"]
         notes += [] if self.over == "these models only" else [f"{self.seeds} seeds"]
-        notes += [] if self.over == "seeds and examples" else [str(self.over)]
-        if self.differs is False:
+        notes += [] if self.over == EVERYTHING else [str(self.over)]
+        if self.kind == "same":
             return f"no difference ({', '.join(notes)}; above {self.shows:.2g} would show)"
         return f"{self.mean:+.4g} ({', '.join(notes)})"
+
+    def brief(self, digits: int) -> str:
+        """Return the difference as text in two or three lines, for a narrow column."""
+        if self.low is None or self.high is None:
+            return f"{self.mean:+.{digits}f}, no interval"
+        only = "" if self.over == EVERYTHING else f",\n{self.over}"
+        mean = "no difference" if self.kind == "same" else f"{self.mean:+.{digits}f}"
+        return f"{mean}\n({self.low:+.{digits - 1}f} to {self.high:+.{digits - 1}f}){only}"
+
+    def change(self, unit: str) -> tuple[str, str]:
+        """Return the verb, and the size with its interval, of a difference that may be claimed."""
+        assert self.low is not None and self.high is not None
+        verb, low, high = ("lowered", -self.high, -self.low) if self.mean < 0 else ("raised", self.low, self.high)
+        return verb, f"{abs(self.mean):.3g}{unit} (95% interval {low:.3g} to {high:.3g})"
 
     def summary(self) -> dict[str, Any]:
         """Return what to store as JSON."""
@@ -317,7 +338,7 @@ def paired(
         return Difference(mean, None, None, seeds)
     below, above = (0.0, 0.0) if examples is None else (mean - examples[0], examples[1] - mean)
     low, high = mean - math.hypot(over_seeds, below), mean + math.hypot(over_seeds, above)
-    over: Over = "seeds and examples" if seeds >= FEWEST_SEEDS else "these models only"
+    over: Over = EVERYTHING if seeds >= FEWEST_SEEDS else "these models only"
     return Difference(
         mean, max(low, bounds[0]), min(high, bounds[1]), seeds, "these examples only" if examples is None else over
     )
@@ -375,7 +396,7 @@ class Cost:
         if self.low is None or self.high is None:
             return f"{math.expm1(self.mean):+.2%}, no interval"
         low, high = math.expm1(self.low), math.expm1(self.high)
-        only = f", {self.over}" if self.over != "seeds and examples" else ""
+        only = f", {self.over}" if self.over != EVERYTHING else ""
         return f"{math.expm1(self.mean):+.2%} (95% interval {low:+.2%} to {high:+.2%}{only})"
 
     def summary(self) -> dict[str, Any]:
@@ -404,9 +425,3 @@ def cost_of_attack(clean: Blocks, attacked: Blocks) -> Cost | None:
         return None
     found = paired([0.0], [rise.mean], examples=Blocks.interval([rise]))
     return Cost(found.mean, found.low, found.high, found.over, rise)
-
-
-def cost_over_seeds(costs: Sequence[Score]) -> Cost | None:
-    """Return the mean cost of stored costs, one for each seed, with its interval; None if one is not known."""
-    found = level_of(costs)
-    return None if found is None else Cost(found.mean, found.low, found.high, found.over)
