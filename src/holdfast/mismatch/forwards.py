@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from holdfast.auditing.model_and_data import AuditedModel, weights_in_dtype
 from holdfast.hub import trace
+from holdfast.hub.forwards import ROUTED_EXPERTS
 from holdfast.replaying import RoutedModel, Routes
 from holdfast.replaying.routes import join_layers
-from holdfast.routing.forward_routes import ROUTED_EXPERTS
 from holdfast.routing.replaying import NO_RECORD
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -38,7 +38,7 @@ def reason_against(remedy: str, model: Any) -> str | None:
     """Return why a model cannot have a remedy; None if it can."""
     layers, hooks = moe_layers(model), hooks_of(model)
     own = [layer.router is not None for layer in layers]
-    if remedy == REPLAY and hooks is not None and hooks.collector.replay.layers < len(layers):
+    if remedy == REPLAY and hooks is not None and hooks.forwards.layers < len(layers):
         return 'some layers were not rerouted and cannot replay; holdfast.reroute(model, "native@...") makes them able to.'
     if remedy == SMOOTH and is_rerouted(layers):
         return "the model is already rerouted, and its routers could not be put back afterwards."
