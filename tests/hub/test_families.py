@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import holdfast
 from holdfast.hub import MOE_FAMILIES, GateRule, MoEFamily
 from holdfast.hub.families import lookup, moe_family
+from holdfast.hub.families.moe import SparseMixer
 from holdfast.hub.families.recognition import check_declared, recognise
-from holdfast.hub.families.rules import SparseMixer
 from holdfast.hub.layers import moe_layers
 from holdfast.routing.rules import Scores
 from holdfast.version import versions

@@ -17,9 +17,10 @@ import pytest
 import tokenizers
 import torch
 import transformers
+from changed_models import TWO_ROWS, assert_same, learned, said
 from safetensors.torch import load_file
 from tiny import EXTRA, tiny
-from tiny_dense import CONFIGS, inputs, outputs, tiny_dense
+from tiny_dense import CONFIGS, tiny_dense
 from torch import Tensor
 from wording import mentions
 
@@ -27,7 +28,6 @@ import holdfast
 from holdfast.errors import INSTALL
 from holdfast.hub.folder_files import MODEL_TYPE, write_manifest
 
-IDS = torch.tensor([[5, 9, 13, 7, 3, 22], [4, 8, 15, 16, 23, 42]])
 CHANGES = [
     *((model_type, "symphony+smooth") for model_type in (*EXTRA, *CONFIGS)),
     ("mixtral", "xmoe"),
@@ -37,47 +37,14 @@ CHANGES = [
 Edit = Callable[[dict[str, Any]], object]
 
 
-def changed(model_type: str, router: str = "symphony+smooth", model: Any = None) -> Any:
-    """A tiny model with this router, whose state has moved from where it started."""
-    if model_type in EXTRA:
-        model = holdfast.reroute(model or tiny(model_type), router)
-    else:
-        model = holdfast.sparsify(model or tiny_dense(model_type), experts=4, k=2, router=router, noise=0.3)
-    torch.manual_seed(3)
-    model.train()
-    for _ in range(2):
-        model(**batch(model_type))
-    return model.eval()
-
-
-def batch(model_type: str) -> dict[str, Any]:
-    return {"input_ids": IDS} if model_type in EXTRA else inputs(model_type)
-
-
-@torch.no_grad()
-def said(model: Any, model_type: str) -> Tensor:
-    return outputs(model, batch(model_type))
-
-
-def assert_same(model: Any, other: Any) -> None:
-    """Parameters and buffers, saved or not, bit for bit and of the same dtype; not what was measured in the last batch."""
-    for kind in ("named_parameters", "named_buffers"):
-        expected, got = dict(getattr(model, kind)()), dict(getattr(other, kind)())
-        assert expected.keys() == got.keys()
-        for name, value in expected.items():
-            if name.endswith(".staged_overflow"):
-                continue
-            assert value.dtype == got[name].dtype and torch.equal(value, got[name]), name
-
-
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders to copy and spoil: a rerouted and a sparsified model, one in shards, and a plain checkpoint."""
     folder = tmp_path_factory.mktemp("kept")
-    holdfast.save(changed("mixtral"), folder / "mixtral")
-    holdfast.save(changed("llama"), folder / "llama")
-    holdfast.save(changed("mixtral", "similarity"), folder / "similarity")
-    changed("llama").save_pretrained(folder / "sharded", max_shard_size="30KB")
+    holdfast.save(learned("mixtral"), folder / "mixtral")
+    holdfast.save(learned("llama"), folder / "llama")
+    holdfast.save(learned("mixtral", "similarity"), folder / "similarity")
+    learned("llama").save_pretrained(folder / "sharded", max_shard_size="30KB")
     tiny("mixtral").save_pretrained(folder / "plain")
     tiny("mixtral").save_pretrained(folder / "plain sharded", max_shard_size="30KB")
     return folder
@@ -120,7 +87,7 @@ def refusal(folder: Path | str, **options: Any) -> str:
 
 @pytest.mark.parametrize(("model_type", "router"), CHANGES)
 def test_a_loaded_model_is_the_saved_one_bit_for_bit(model_type: str, router: str, tmp_path: Path) -> None:
-    model = changed(model_type, router)
+    model = learned(model_type, router)
     loaded = holdfast.load(holdfast.save(model, tmp_path / "out"))
     assert type(loaded) is type(model) and not loaded.training
     assert_same(model, loaded)
@@ -150,7 +117,7 @@ def test_a_folder_has_the_names_and_shapes_of_the_familys_checkpoints(model_type
 
 
 def test_a_folder_for_a_trainer_has_the_names_of_the_model_by_which_it_resumes(tmp_path: Path) -> None:
-    model = changed("mixtral")
+    model = learned("mixtral")
     model.save_pretrained(tmp_path, state_dict=None)  # as `Trainer._save` calls it
     assert weights_in(tmp_path).keys() == model.state_dict().keys()
     for opens in (holdfast.load, transformers.MixtralForCausalLM.from_pretrained):
@@ -165,7 +132,7 @@ def test_a_model_of_a_folder_in_another_layout_is_saved_in_the_familys(tmp_path:
 
 
 def test_what_is_compared_can_differ(tmp_path: Path) -> None:
-    model = changed("mixtral")
+    model = learned("mixtral")
     loaded = holdfast.load(holdfast.save(model, tmp_path / "out"))
     router = next(module for module in loaded.modules() if isinstance(module, holdfast.Router))
     graph = router.inform[0].get_buffer("graph")
@@ -178,11 +145,11 @@ def test_what_is_compared_can_differ(tmp_path: Path) -> None:
 @pytest.mark.parametrize("model_type", ["mixtral", "llama"])
 def test_state_stays_float32_in_a_bfloat16_model(model_type: str, tmp_path: Path) -> None:
     holdfast.save(tiny(model_type) if model_type in EXTRA else tiny_dense(model_type), tmp_path / "plain")
-    model = changed(model_type, model=holdfast.load(tmp_path / "plain", dtype=torch.bfloat16))
+    model = learned(model_type, model=holdfast.load(tmp_path / "plain", dtype=torch.bfloat16))
     loaded = holdfast.load(holdfast.save(model, tmp_path / "out"))
     assert_same(model, loaded)
     assert torch.equal(said(model, model_type), said(loaded, model_type))
-    narrowed = holdfast.load(holdfast.save(changed(model_type), tmp_path / "wide"), dtype=torch.bfloat16)
+    narrowed = holdfast.load(holdfast.save(learned(model_type), tmp_path / "wide"), dtype=torch.bfloat16)
     for either in (loaded, narrowed):
         assert {parameter.dtype for parameter in either.parameters()} == {torch.bfloat16}
         state = [value.dtype for name, value in either.named_buffers() if name.endswith((".graph", ".width"))]
@@ -190,7 +157,7 @@ def test_state_stays_float32_in_a_bfloat16_model(model_type: str, tmp_path: Path
 
 
 def test_generation_settings_and_the_tokenizer_are_kept(tmp_path: Path) -> None:
-    model = changed("llama")
+    model = learned("llama")
     model.generation_config.max_new_tokens, model.generation_config.repetition_penalty = 7, 1.5
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "hold": 1, "fast": 2}, unk_token="[UNK]"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -198,7 +165,7 @@ def test_generation_settings_and_the_tokenizer_are_kept(tmp_path: Path) -> None:
     folder = holdfast.save(model, tmp_path / "out", tokenizer=tokenizer)
     loaded = holdfast.load(folder)
     assert loaded.generation_config.max_new_tokens == 7 and loaded.generation_config.repetition_penalty == 1.5
-    assert loaded.generate(input_ids=IDS[:1]).shape == (1, 13)
+    assert loaded.generate(input_ids=TWO_ROWS[:1]).shape == (1, 13)
     assert transformers.AutoTokenizer.from_pretrained(folder)("hold fast hold").input_ids == [1, 2, 1]
 
 
@@ -213,13 +180,13 @@ for name in sys.argv[3:]:
     with torch.no_grad():
         torch.save(model(input_ids=torch.load(f"{sys.argv[2]}/ids")).logits, f"{sys.argv[2]}/{name}")
 """
-    torch.save(IDS, tmp_path / "ids")
+    torch.save(TWO_ROWS, tmp_path / "ids")
     names = ["mixtral", "llama", "plain"]
     settings = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, "-c", program, str(kept), str(tmp_path), *names], check=True, env=settings, cwd=tmp_path)
     with torch.no_grad():
         for name in names:
-            assert torch.equal(torch.load(tmp_path / name), holdfast.load(kept / name)(input_ids=IDS).logits)
+            assert torch.equal(torch.load(tmp_path / name), holdfast.load(kept / name)(input_ids=TWO_ROWS).logits)
 
 
 @pytest.mark.parametrize("model_type", [*EXTRA, "llama", "gpt2", "vit"])
@@ -254,7 +221,7 @@ def test_save_pretrained_writes_the_same_folder(model_type: str, kept: Path, tmp
 @pytest.mark.parametrize("router", ["xmoe", "smoe-dropout"])
 def test_what_is_not_trained_is_not_trained_after_loading(router: str, tmp_path: Path) -> None:
     """A gate that the router leaves unused, and scores that stay as they are: optimizers and DDP count on it."""
-    model = changed("mixtral", router)
+    model = learned("mixtral", router)
     loaded = holdfast.load(holdfast.save(model, tmp_path / "out"))
     trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     assert {name: parameter.requires_grad for name, parameter in loaded.named_parameters()} == trained
@@ -264,14 +231,14 @@ def test_what_is_not_trained_is_not_trained_after_loading(router: str, tmp_path:
 
 def test_a_folder_in_shards_is_loaded(kept: Path) -> None:
     assert len(list((kept / "sharded").glob("model-*.safetensors"))) > 3
-    assert_same(changed("llama"), holdfast.load(kept / "sharded"))
+    assert_same(learned("llama"), holdfast.load(kept / "sharded"))
     assert_same(tiny("mixtral"), holdfast.load(kept / "plain sharded"))
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "deepseek_v3", "gpt_oss", "phimoe"])
 def test_a_loaded_model_is_restored_to_the_original(model_type: str, tmp_path: Path) -> None:
     native = tiny(model_type)
-    loaded = holdfast.load(holdfast.save(changed(model_type), tmp_path / "out"))
+    loaded = holdfast.load(holdfast.save(learned(model_type), tmp_path / "out"))
     assert not torch.equal(said(native, model_type), said(loaded, model_type))
     holdfast.restore(loaded)
     assert type(loaded) is type(native) and type(loaded.config) is type(native.config)
@@ -640,6 +607,8 @@ def test_wrong_shapes_are_said_in_our_words(copied: Callable[[str], Path]) -> No
         lambda config: config["model_config"].update(holdfast=None),
         lambda config: config.update(model_type="mixtral"),
         lambda config: config.update(model_type=["holdfast"]),
+        lambda config: config.update(model_type="holdfast"),  # as formats before the release had it
+        lambda config: config.update({**config.pop("model_config"), "model_type": "holdfast"}),  # as their first one
     ],
 )
 def test_a_config_that_is_half_ours_is_refused(edit: Edit, copied: Callable[[str], Path]) -> None:
@@ -776,7 +745,7 @@ def test_plain_transformers_fails_rather_than_make_up_weights(tmp_path: Path) ->
     """In a Python without Holdfast: Auto classes, the family's own class, its base model, another family."""
     asked = []
     for model_type in ("mixtral", "gpt_oss", "llama", "gpt2", "bert", "vit", "swin", "siglip"):
-        model = changed(model_type, "smoe")
+        model = learned(model_type, "smoe")
         folder = holdfast.save(model, tmp_path / model_type)
         native: Any = type(model).__bases__[1]  # the family's own class
         assert not issubclass(native, type(model)) and native.__name__ == type(model).__name__

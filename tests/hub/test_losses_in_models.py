@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from changed_models import changed as with_router
 from tiny import tiny
-from tiny_dense import inputs, tiny_dense
+from tiny_dense import inputs
 from torch import Tensor
 
 import holdfast
@@ -28,11 +29,7 @@ LAYERS = {"swin": 4, "siglip": 4, "deepseek_v3": 2}  # three elsewhere
 
 def changed(family: str, router: str = "smoe", losses: Losses | None = None) -> Any:
     """The tiny model of a family with routers of ours; the same weights whatever the losses."""
-    if family in SPARSIFIED:
-        dense = tiny_dense(family)
-        torch.manual_seed(1)
-        return holdfast.sparsify(dense, experts=8, k=2, router=router, losses=losses, noise=0.5)
-    return holdfast.reroute(tiny(family), router, losses=losses)
+    return with_router(family, router, losses=losses)
 
 
 def text(sequences: int = 2, length: int = 12, labelled: tuple[int, ...] = (12, 7), seed: int = 1) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from changed_models import IDS, logits
 from tiny import tiny
 from tiny_dense import tiny_dense
 from torch import Tensor
@@ -15,7 +16,6 @@ from holdfast.hub.replacements import ReroutedGate
 
 peft = pytest.importorskip("peft")
 
-IDS = torch.randint(3, 64, (4, 12), generator=torch.Generator().manual_seed(0))
 PROJECTIONS = ["q_proj", "v_proj"]
 
 
@@ -34,12 +34,6 @@ def train(model: Any, steps: int = 20) -> list[float]:
         optimizer.step()
         losses.append(float(loss.detach()))
     return losses
-
-
-def logits(model: Any) -> Tensor:
-    with torch.no_grad():
-        out: Tensor = model.eval()(input_ids=IDS).logits
-    return out
 
 
 @pytest.mark.parametrize("targets", [PROJECTIONS, [*PROJECTIONS, "o_proj"]])

@@ -1,6 +1,7 @@
 """Routers put into MoE models of every family, and taken out again."""
 
 import copy
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ import holdfast
 from holdfast.hub.install import specs_of
 from holdfast.hub.layers import moe_layers
 from holdfast.hub.replacements import ReroutedGate
+from holdfast.hub.tracing import router_calls
+from holdfast.routing import Context
 
 FAMILIES = sorted(EXTRA)
 IDS = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -489,3 +492,19 @@ def test_layers_with_the_native_router_have_hooks_only_if_their_routing_is_read(
     holdfast.reroute(model, "ac", layers=[2], losses=holdfast.Losses(balance=0.1))
     assert hooked(model) == [False, True, True]
     torch.testing.assert_close(logits(model), expected)
+
+
+@pytest.mark.parametrize("router", ["smoe", "symphony", "smooth", "ac", "hash"])
+def test_a_router_of_single_tokens_gets_no_more_than_it_reads_in_evaluation(router: str) -> None:
+    model = holdfast.reroute(tiny("mixtral"), router, losses=holdfast.Losses(balance=0.1))
+    with router_calls(model) as calls:
+        model(input_ids=IDS, attention_mask=MASK)
+        read = {"ac": {"previous"}, "hash": {"token_ids"}}.get(router, set())
+        for call in calls[1:]:  # the first layer of `ac` has no previous one
+            values = {field.name: getattr(call.context, field.name) for field in fields(Context)}
+            assert {name for name, value in values.items() if value is not None and value is not False} == read
+            assert call.tokens.shape == (*IDS.shape, 32)
+        model.train()(input_ids=IDS, attention_mask=MASK)  # there, padding counts nowhere
+        for call in calls:
+            assert call.context is not None and call.context.token_mask is not None
+            assert torch.equal(call.context.token_mask, MASK.bool())

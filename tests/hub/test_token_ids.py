@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import tiny
+from changed_models import changed as with_router
 from tiny_dense import inputs, outputs, tiny_dense
 from torch import Tensor
 
@@ -22,12 +22,7 @@ LEFT = torch.ones_like(IDS).index_put((torch.tensor([1, 1, 2]), torch.tensor([0,
 
 
 def changed(kind: str, router: str, **options: Any) -> Any:
-    losses = Losses(balance=0.1)
-    if kind in ("llama", "gpt2"):
-        model = tiny_dense(kind)
-        model = holdfast.sparsify(model, experts=8, k=2, router=router, noise=0.5, losses=losses, **options)
-    else:
-        model = holdfast.reroute(tiny(kind), router, losses=losses, **options)
+    model = with_router(kind, router, losses=Losses(balance=0.1), **options)
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from changed_models import changed as with_router
 from ranks import on_ranks
 from tiers import quick_or_slow
 from tiny import tiny
-from tiny_dense import tiny_dense
 from torch import Tensor
 
 import holdfast
@@ -37,11 +37,7 @@ def dataset() -> list[dict[str, Tensor]]:
 
 
 def changed(family: str, router: str, seed: int = 0) -> Any:
-    losses = Losses(balance=0.1, z=0.01)
-    if family == "mixtral":
-        return holdfast.reroute(tiny(family, seed), router, losses=losses)
-    dense = tiny_dense(family, seed)
-    return holdfast.sparsify(dense, experts=8, k=2, router=router, losses=losses, noise=0.5)
+    return with_router(family, router, seed, losses=Losses(balance=0.1, z=0.01))
 
 
 def trainer(model: Any, folder: Path, **options: Any) -> Any:

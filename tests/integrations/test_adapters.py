@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from changed_models import IDS, logits
 from tiers import quick_or_slow
 from tiny import tiny
 from tiny_dense import tiny_dense
@@ -18,7 +19,6 @@ from holdfast.hub.layers import moe_layers
 
 peft = pytest.importorskip("peft", reason="the adapters are PEFT's")
 
-IDS = torch.randint(3, 64, (4, 12), generator=torch.Generator().manual_seed(0))
 STATEFUL = "symphony+attention+smooth"
 
 
@@ -41,12 +41,6 @@ def train(model: Any, steps: int = 5) -> Any:
         model.train()(input_ids=IDS, labels=IDS).loss.backward()
         optimizer.step()
     return model.eval()
-
-
-def logits(model: Any) -> Tensor:
-    with torch.no_grad():
-        out: Tensor = model.eval()(input_ids=IDS).logits
-    return out
 
 
 def state(model: Any) -> dict[str, Tensor]:

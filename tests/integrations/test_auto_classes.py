@@ -11,16 +11,15 @@ import pytest
 import tokenizers
 import torch
 import transformers
+from changed_models import TWO_ROWS, assert_same, learned, said
 from tiers import quick_or_slow
 from tiny import EXTRA, tiny
-from tiny_dense import CONFIGS, inputs, outputs, tiny_dense
-from torch import Tensor
+from tiny_dense import CONFIGS, tiny_dense
 
 import holdfast
 from holdfast.hub.folder_files import write_manifest
 from holdfast.hub.model_classes import ModifiedConfig, ModifiedModel
 
-IDS = torch.tensor([[5, 9, 13, 7, 3, 22], [4, 8, 15, 16, 23, 42]])
 AUTO = {
     "gpt2": "AutoModelForCausalLM",
     "bert": "AutoModelForMaskedLM",
@@ -30,43 +29,15 @@ AUTO = {
 }
 
 
-def changed(model_type: str, router: str = "symphony+smooth") -> Any:
-    """A tiny model with this router, whose state has moved from where it started."""
-    if model_type in EXTRA:
-        model = holdfast.reroute(tiny(model_type), router)
-    else:
-        model = holdfast.sparsify(tiny_dense(model_type), experts=4, router=router, noise=0.3)
-    model.train()
-    for _ in range(2):
-        model(**batch(model_type))
-    return model.eval()
-
-
 def is_changed(model: Any) -> bool:
     return isinstance(model, ModifiedModel)
 
 
-def batch(model_type: str) -> dict[str, Any]:
-    return {"input_ids": IDS} if model_type in EXTRA else inputs(model_type)
-
-
-@torch.no_grad()
-def said(model: Any, model_type: str) -> Tensor:
-    return outputs(model, batch(model_type))
-
-
 def assert_same_state(model: Any, other: Any) -> None:
-    """Parameters and buffers, bit for bit; and what is trained."""
-    for kind in ("named_parameters", "named_buffers"):
-        expected, got = dict(getattr(model, kind)()), dict(getattr(other, kind)())
-        assert expected.keys() == got.keys()
-        for name, value in expected.items():
-            if name.endswith("._name"):  # of the layer, which is another in a base model
-                continue
-            if name.endswith(".staged_overflow"):  # of the last training batch: it is not saved
-                continue
-            assert value.dtype == got[name].dtype and torch.equal(value, got[name]), name
-            assert value.requires_grad == got[name].requires_grad, name
+    """Parameters and buffers, bit for bit, without the name of the layer; and what is trained."""
+    assert_same(model, other, skip=("._name",))
+    trained = {name: parameter.requires_grad for name, parameter in other.named_parameters()}
+    assert trained == {name: parameter.requires_grad for name, parameter in model.named_parameters()}
 
 
 def words(**special: str) -> Any:
@@ -81,9 +52,9 @@ def words(**special: str) -> Any:
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("kept")
-    holdfast.save(changed("mixtral"), folder / "mixtral", tokenizer=words())
-    holdfast.save(changed("bert"), folder / "bert", tokenizer=words())
-    holdfast.save(changed("vit"), folder / "vit")
+    holdfast.save(learned("mixtral"), folder / "mixtral", tokenizer=words())
+    holdfast.save(learned("bert"), folder / "bert", tokenizer=words())
+    holdfast.save(learned("vit"), folder / "vit")
     return folder
 
 
@@ -97,7 +68,7 @@ def copied(kept: Path, tmp_path: Path) -> Callable[[str], Path]:
 
 @pytest.mark.parametrize("model_type", quick_or_slow([*EXTRA, *CONFIGS], ["mixtral", "gpt_oss", "llama", "vit"]))
 def test_the_auto_class_and_the_familys_own_class_open_the_saved_model(model_type: str, tmp_path: Path) -> None:
-    model = changed(model_type)
+    model = learned(model_type)
     folder = holdfast.save(model, tmp_path / "out")
     auto = getattr(transformers, AUTO.get(model_type, "AutoModelForCausalLM"))
     own = getattr(transformers, type(model).__name__)
@@ -115,7 +86,7 @@ def test_the_auto_class_and_the_familys_own_class_open_the_saved_model(model_typ
 
 @pytest.mark.parametrize("router", ["xmoe", "attention+top-p", "smoe-dropout"])
 def test_a_router_with_weights_of_its_own_comes_back_in_the_familys_own_class(router: str, tmp_path: Path) -> None:
-    model = changed("mixtral", router)
+    model = learned("mixtral", router)
     loaded = transformers.MixtralForCausalLM.from_pretrained(holdfast.save(model, tmp_path / "out"))
     assert_same_state(model, loaded)
     assert torch.equal(said(model, "mixtral"), said(loaded, "mixtral"))
@@ -173,8 +144,8 @@ def test_the_base_model_is_that_of_the_saved_one(opens: str, kept: Path) -> None
     assert is_changed(base)
     assert_same_state(model.model, base)
     with torch.no_grad():
-        expected = model.model(input_ids=IDS).last_hidden_state
-        assert torch.equal(base(input_ids=IDS).last_hidden_state, expected)
+        expected = model.model(input_ids=TWO_ROWS).last_hidden_state
+        assert torch.equal(base(input_ids=TWO_ROWS).last_hidden_state, expected)
 
 
 @pytest.mark.parametrize("opens", ["AutoModelForSequenceClassification", "MixtralForSequenceClassification"])
@@ -200,13 +171,13 @@ def test_a_base_model_that_was_changed_is_opened_with_a_head(tmp_path: Path) -> 
 
 
 def test_a_model_inside_a_changed_one_is_saved_as_a_changed_one(tmp_path: Path) -> None:
-    model = changed("mixtral")
+    model = learned("mixtral")
     model.base_model.save_pretrained(tmp_path)
     assert_same_state(model.model, transformers.AutoModel.from_pretrained(tmp_path))
     holdfast.restore(model)
     assert not is_changed(model.model)
     with pytest.raises(ValueError, match="save the whole model"):
-        changed("siglip").vision_model.save_pretrained(tmp_path / "tower")
+        learned("siglip").vision_model.save_pretrained(tmp_path / "tower")
 
 
 def test_another_number_of_labels_is_the_users_choice(kept: Path) -> None:
@@ -233,8 +204,8 @@ def test_a_pipeline_generates_what_the_model_generates(kept: Path) -> None:
 
 
 def test_a_trainer_writes_checkpoints_that_auto_classes_open(tmp_path: Path) -> None:
-    model = changed("llama")
-    rows = [{"input_ids": IDS[0], "labels": IDS[0]}] * 2
+    model = learned("llama")
+    rows = [{"input_ids": TWO_ROWS[0], "labels": TWO_ROWS[0]}] * 2
     settings = transformers.TrainingArguments(
         str(tmp_path), max_steps=1, save_steps=1, report_to=[], use_cpu=True, disable_tqdm=True
     )
@@ -253,10 +224,10 @@ def image_processor(channels: int) -> Any:
 
 # For each kind of model: how it is made, its tokeniser or processor, and the names that its card must import.
 CARDS: dict[str, tuple[Callable[[], Any], Callable[[], Any], list[str]]] = {
-    "causal": (lambda: changed("mixtral"), words, ["AutoModelForCausalLM", "pipeline"]),
-    "causal of another name": (lambda: changed("gpt2"), words, ["AutoModelForCausalLM", "pipeline"]),
-    "without a tokeniser": (lambda: changed("mixtral"), lambda: None, ["AutoModelForCausalLM"]),
-    "masked": (lambda: changed("bert"), lambda: words(mask_token="w3"), ["AutoModelForMaskedLM", "pipeline"]),
+    "causal": (lambda: learned("mixtral"), words, ["AutoModelForCausalLM", "pipeline"]),
+    "causal of another name": (lambda: learned("gpt2"), words, ["AutoModelForCausalLM", "pipeline"]),
+    "without a tokeniser": (lambda: learned("mixtral"), lambda: None, ["AutoModelForCausalLM"]),
+    "masked": (lambda: learned("bert"), lambda: words(mask_token="w3"), ["AutoModelForMaskedLM", "pipeline"]),
     "labels": (
         lambda: holdfast.sparsify(transformers.BertForSequenceClassification(tiny_dense("bert").config), experts=4),
         words,
@@ -267,13 +238,13 @@ CARDS: dict[str, tuple[Callable[[], Any], Callable[[], Any], list[str]]] = {
         words,
         ["AutoModel", "pipeline"],
     ),
-    "images": (lambda: changed("vit"), lambda: image_processor(3), ["AutoModelForImageClassification", "pipeline"]),
+    "images": (lambda: learned("vit"), lambda: image_processor(3), ["AutoModelForImageClassification", "pipeline"]),
     "grey images": (
         lambda: holdfast.sparsify(tiny_dense("vit", num_channels=1), experts=4),
         lambda: image_processor(1),
         ["AutoModelForImageClassification", "AutoImageProcessor"],
     ),
-    "two towers": (lambda: changed("siglip"), lambda: None, ["AutoModel"]),
+    "two towers": (lambda: learned("siglip"), lambda: None, ["AutoModel"]),
 }
 
 

@@ -7,23 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from changed_models import IDS, logits
 from tiny import tiny
 from tiny_dense import tiny_dense
-from torch import Tensor
 
 import holdfast
 from holdfast.hub.replacements import as_linear
 
 accelerate = pytest.importorskip("accelerate", reason="accelerate offloads")
 
-IDS = torch.randint(3, 64, (4, 12), generator=torch.Generator().manual_seed(0))
 WAYS = ["cpu_offload", "disk_offload", "disk_offload of buffers", "dispatch_model", "device_map auto"]
-
-
-def logits(model: Any) -> Tensor:
-    with torch.no_grad():
-        out: Tensor = model.eval()(input_ids=IDS).logits
-    return out
 
 
 def offloaded(model: Any, way: str, folder: Path) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from changed_models import IDS, logits
 from tiny import tiny
 from tiny_dense import tiny_dense
 from torch import Tensor, nn
@@ -14,14 +15,7 @@ from torch import Tensor, nn
 import holdfast
 from holdfast.hub.replacements import as_linear
 
-IDS = torch.randint(3, 64, (4, 12), generator=torch.Generator().manual_seed(0))
 WIDTH = {"hidden_size": 64}  # bitsandbytes' blocks of 4-bit weights are 64 wide
-
-
-def logits(model: Any) -> Tensor:
-    with torch.no_grad():
-        out: Tensor = model.eval()(input_ids=IDS).logits
-    return out
 
 
 def bitsandbytes(bits: int) -> Any:

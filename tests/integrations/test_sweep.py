@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from changed_models import IDS, logits
 from router_names import IN_TEXT_MODELS
 from tiny import tiny
 from torch import Tensor, nn
@@ -29,7 +30,6 @@ from torch import Tensor, nn
 import holdfast
 from holdfast.hub.tracing import router_calls
 
-IDS = torch.randint(3, 64, (4, 12), generator=torch.Generator().manual_seed(0))
 COMPILED_FURTHER = ("smooth", "attention")  # by AOT autograd too, which is slower
 REFUSED: set[tuple[str, str]] = set()  # (router, condition)
 
@@ -43,12 +43,6 @@ def made(router: str, layers: int = 3) -> Any:
         for batch in (IDS, IDS.flip(0)):
             model.train()(input_ids=batch)
     return model.eval()
-
-
-def logits(model: Any) -> Tensor:
-    with torch.no_grad():
-        out: Tensor = model.eval()(input_ids=IDS, use_cache=False).logits
-    return out
 
 
 def agree(model: Any, reference: Any, tolerance: float) -> None:

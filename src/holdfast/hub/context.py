@@ -3,14 +3,16 @@
 A family's gate receives tokens (T,d) and nothing else. A `ContextCapture` per MoE layer collects the rest during a forward:
 
     hook on                            captures
-    the MoE block                      the shape (B,N) of its input
-    the attention before it            mask, KV cache, or whether a recurrent layer has a state
+    the attention before the block     the shape (B,N) of its input; mask, KV cache, or whether a recurrent layer has a state
     the attention function             mask, window, number of keys (`_attention_with_capture`, replacements.py); for routers
                                        that read attention itself, also queries, keys, values and scale
     the attention's output projection  the attention's output, for routers that read attention itself
 
-`build_context` makes the router's `Context` from what was captured. `record_routing` gets the router's result, attaches
-losses to the expert weights (losses.py), and keeps the routing for the next MoE layer if its router reads it (`ac`).
+Only what the router reads is captured: a router that reads one token at a time needs the mask in training alone, where
+padding counts nowhere, and nothing in evaluation.
+
+`prepare` makes the router's `Context` from what was captured. `record_routing` gets the router's result, attaches losses to
+the expert weights (losses.py), and keeps the routing for the next MoE layer if its router reads it (`ac`).
 
 With activation checkpointing the hooks run again in the recomputation, so the router reads the same context as before. Only
 the routing of the previous MoE layer cannot be captured again: it is kept until the next forward that may have a backward.
@@ -32,7 +34,8 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.hub.families import detached_routing, modality_of
-from holdfast.hub.losses import LossCollector
+from holdfast.hub.forwards import ForwardHooks
+from holdfast.hub.losses import Forward
 from holdfast.hub.replacements import ATTENTION, as_linear, override_config, restore_config
 from holdfast.kernels.torch_internals import is_recomputing
 from holdfast.routing import Attention, Context, Previous, Router, RouterCache, Routing, VisibleTokens
@@ -50,9 +53,11 @@ from holdfast.routing.cache import (
     router_cache_of,
     static_router_cache_of,
 )
+from holdfast.routing.parts import Traits
 from holdfast.routing.state import StatefulPart
 from holdfast.routing.threads import PerThread
 
+NOTHING = Context()
 NOT_CAUSAL = "in this causal model the router lets a token's routing depend on later tokens"
 NOT_CAUSAL_IN_TRAINING = (
     f"{NOT_CAUSAL} in training: its perplexity in training cannot be compared with that of a causal model. In evaluation "
@@ -111,11 +116,11 @@ class _EarlierTokens:
 
 
 @dataclass
-class _ForwardState:
+class _Captured:
     """What has been captured so far in the current forward."""
 
-    shape: torch.Size | None = None  # (B,N)
-    attended: torch.Size | None = None  # (B,N) of the attention's input
+    shape: torch.Size | None = None  # (B,N) of the attention's input, until the gate has read it
+    tokens: int | None = None  # how many the gate got
     attention: CapturedAttention = field(default_factory=CapturedAttention)
     routed: Previous | None = None  # the layer's own tokens and routing, for the next MoE layer
 
@@ -129,11 +134,11 @@ class _PendingBackward:
         self.done = True
 
 
-class _CurrentForward(PerThread):
-    """The current forward of a layer; each thread has its own."""
+class _ThreadCapture(PerThread):
+    """What belongs to the current forward of a layer; each thread has its own."""
 
     def __init__(self) -> None:
-        self.state = _ForwardState()
+        self.captured = _Captured()
         self.pending: weakref.ref[_PendingBackward] | None = None  # for a layer with gradient checkpointing
 
 
@@ -144,61 +149,59 @@ class ContextCapture:
         self,
         router: Router | None,
         layer_modules: LayerModules,
-        collector: LossCollector,
+        forwards: ForwardHooks,
         previous: "ContextCapture | None",
         k: int,
         idle: bool = False,
     ) -> None:
         """Put the hooks on the layer. With `idle` there are none, until the next MoE layer's router reads this layer."""
-        self.router, self.layer_modules, self.collector = router, layer_modules, collector
+        self.router, self.layer_modules, self.forwards = router, layer_modules, forwards
         self.previous, self.k = previous, k
-        reads = router.reads if router is not None else set()
-        self.sequence_aware = router is not None and router.traits.sequence_aware
         parts = router.all_parts if router is not None else []
+        reads = {name for part in parts for name in part.reads}
+        traits, training_traits = (Traits(), Traits()) if router is None else (router.traits, router.training_traits)
+        self.sequence_aware, is_causal = traits.sequence_aware, layer_modules.causal
         # SoftMoE and SMEAR mix all tokens of a row, whichever of them the attention lets see each other.
         self.mixes_row = any(
             part.traits.sequence_aware and not {"attention", "attention.mask"} & {*part.reads} for part in parts
         )
         self._mask_was_read = False
         self.static_rows = self.sequence_aware and all(part.static_rows for part in parts if part.traits.sequence_aware)
-        self.sees_batch = router is not None and not router.traits.batch_invariant
         self.reads_attention = "attention" in reads and not layer_modules.windowed
         self.reads_mask = self.reads_attention or ("attention.mask" in reads and not layer_modules.windowed)
         self.reads_projection = "attention.projection" in reads
         self.reads_previous, self.is_read_by_next = "previous" in reads, False
         self.reads_ids, self.reads_modality = "token_ids" in reads, "modality" in reads
-        self.breaks_causality = (
-            layer_modules.causal and router is not None and not (router.traits.causal and router.traits.cacheable)
-        )
+        self.breaks_causality = is_causal and not (traits.causal and traits.cacheable)
         # Some routers look at later tokens in training only. Such a model may generate. `ModelHooks` lets one layer warn.
-        self.breaks_causality_in_training = (
-            layer_modules.causal and router is not None and router.traits.causal and not router.training_traits.causal
-        )
+        self.breaks_causality_in_training = is_causal and traits.causal and not training_traits.causal
         self.warns_in_training = False
+        self.reads_padding = self.sequence_aware or not traits.batch_invariant  # also in evaluation
+        self.reads_sequence = self.reads_padding or self.breaks_causality  # more than one token at a time
+        self.reads_more = self.reads_previous or self.reads_ids or self.reads_modality
         # A KV cache stores this number with its router rows. After a change to the model the number differs, so that rows of
         # the earlier router are not used.
         self.router_number = new_router_number()
-        self.replay_layer = collector.replay.next_layer()
-        self._current = _CurrentForward()
+        self.replay_layer = forwards.next_layer()
+        self._thread = _ThreadCapture()
         self._latest_routed: Previous | None = None  # of any thread: on a GPU, the backward runs in another thread
         self._recomputation_reads_state = self.reads_previous or any(isinstance(part, StatefulPart) for part in parts)
         if self.reads_previous and previous is not None:
             previous.is_read_by_next = True
-            previous._add_hooks()
-            collector.on_forward_end.append(previous.clear)
+            previous._add_hook()
+            forwards.on_forward_end.append(previous.clear)
         self._handles: list[Any] = []
         if not idle:
-            self._add_hooks()
+            self._add_hook()
         if self.reads_attention:
             self._hook_projection()
         if self.reads_mask:
             layer_modules.attention.context_capture = self
             override_config(layer_modules.attention, ATTENTION)
 
-    def _add_hooks(self) -> None:
+    def _add_hook(self) -> None:
         if self.is_idle:
-            block, attention = self.layer_modules.block, self.layer_modules.attention
-            self._handles.append(block.register_forward_pre_hook(self._capture_shape))
+            attention = self.layer_modules.attention
             self._handles.append(attention.register_forward_pre_hook(self._capture_arguments, with_kwargs=True))
 
     @property
@@ -208,7 +211,7 @@ class ContextCapture:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ContextCapture":
         """Copy this capture if its layer is copied. If only a module inside it is copied (PEFT), return this one."""
-        if id(self.collector) not in memo and id(self.layer_modules.layer) not in memo:
+        if id(self.forwards) not in memo and id(self.layer_modules.layer) not in memo:
             return self
         copied = memo[id(self)] = object.__new__(type(self))
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
@@ -224,69 +227,97 @@ class ContextCapture:
             restore_config(self.layer_modules.attention)
             del self.layer_modules.attention.context_capture
 
-    def attach_router(self, router: Router) -> None:
-        """Use `router` as the layer's router. It is not the installed one if PEFT has copied that (`modules_to_save`)."""
-        if self.router is not router:
-            self.router = router
-        if router.learning != self.collector.learning_enabled:
-            router.learning = self.collector.learning_enabled
-
     def clear(self) -> None:
         """Delete the layer's last routing."""
-        self._current.state.routed = self._latest_routed = None
+        self._thread.captured.routed = self._latest_routed = None
 
     @property
     def routed(self) -> Previous | None:
         """Return the layer's tokens and routing in the current forward, or in the one that a backward recomputes."""
         if not torch.compiler.is_compiling() and is_recomputing():
             return self._latest_routed
-        return self._current.state.routed
-
-    @property
-    def replayed(self) -> Tensor | None:
-        """The recorded routes (B,N,K) of this layer in the current forward; None if it is live."""
-        routes = self.collector.replay.routes
-        return None if routes is None or self.replay_layer >= routes.shape[2] else routes[:, :, self.replay_layer]
-
-    @property
-    def needs_record(self) -> bool:
-        """Whether routes are replayed in this forward, or a backward will replay those of an earlier one."""
-        return self.collector.replay.routes is not None or self._is_pending
+        return self._thread.captured.routed
 
     @property
     def is_training(self) -> bool:
         """Whether the router is in training mode; the rest of the model may be in another mode."""
         return (self.layer_modules.block if self.router is None else self.router).training
 
+    def keeps_native_gate(self) -> bool:
+        """Whether the family's own gate selects, and no caller and no later layer reads its routing in this forward."""
+        forward = self.forwards.forward
+        return self.is_idle and (forward.is_plain or (forward.routes is None and not self._is_pending))
+
+    @property
+    def learning(self) -> bool:
+        """Whether layers compute losses in this forward, in training mode."""
+        return self.forwards.forward.learning
+
+    def needs_native_routing(self) -> bool:
+        """Whether the routing of the family's own gate is read in this forward, or replaced by a recorded one."""
+        forward = self.forwards.forward
+        is_requested = forward.wants_router_logits or forward.routes is not None
+        return self.is_read_by_next or is_requested or self._is_pending
+
     def most_rows(self, tokens: int) -> int | None:
         """Return how many slots of the layer's tokens have an expert at most; None if all may, or these are other tokens."""
-        shape = self._current.state.shape
-        if self.router is None or self.replayed is not None or (shape is not None and shape.numel() != tokens):
+        if self.router is None or self._replayed(self.forwards.forward) is not None:
             return None
-        return self.router.select.most_rows(tokens)
+        return self.router.select.most_rows(tokens) if self._thread.captured.tokens in (None, tokens) else None
 
-    def as_sequences(self, hidden: Tensor) -> Tensor:
-        """Return the gate's input (T,d) as (B,N,d), if the input of the block had that shape."""
-        shape = self._current.state.shape
-        return hidden if shape is None else hidden.reshape(*shape, hidden.shape[-1])
+    def prepare(self, hidden: Tensor, router: Router | None) -> tuple[Tensor, Context]:
+        """Return a layer's input as (B,N,d), and what its router may read. What was captured is forgotten, to free memory.
 
-    def build_context(self, tokens: Tensor) -> Context:
-        """Return what the router may read. Clear the captured attention, so that its memory is freed after the forward."""
-        if self._will_be_recomputed:
+        router   the one that runs: not the installed one if PEFT has copied that (`modules_to_save`)
+        """
+        captured = self._thread.captured
+        if self.router is not router:
+            self.router = router
+        shape, captured.shape = captured.shape, None
+        if hidden.dim() == 2:
+            captured.tokens = hidden.shape[0]
+            hidden = hidden if shape is None else hidden.view(*shape, hidden.shape[1])
+        if self._reads_tokens_alone:
+            return hidden, Context(**self._read_beside_tokens(self.forwards.forward)) if self.reads_more else NOTHING
+        forward = self.forwards.forward
+        if router is not None and router.learning != forward.learning:
+            router.learning = forward.learning
+        return hidden, self._build_context(hidden, forward)
+
+    @property
+    def _reads_tokens_alone(self) -> bool:
+        """Whether the router reads one token at a time in this forward, and no caller reads its routing."""
+        # The usual case of a decoding step: this is fast, and `ForwardHooks.forward` is not.
+        is_plain = self.forwards.thread.current.is_plain and not self.reads_sequence
+        return is_plain and not (self.layer_modules.block if self.router is None else self.router).training
+
+    def _read_beside_tokens(self, forward: Forward) -> dict[str, Any]:
+        """Return the fields of a `Context` that also a router reads that reads one token at a time."""
+        return {
+            "previous": self.previous.routed if self.reads_previous and self.previous is not None else None,
+            "token_ids": forward.token_ids if self.reads_ids else None,
+            "modality": modality_of(forward.token_ids, self.forwards.image_tokens) if self.reads_modality else None,
+            "replayed": self._replayed(forward),
+        }
+
+    def _replayed(self, forward: Forward) -> Tensor | None:
+        """Return the recorded routes (B,N,K) of this layer; None if it is live."""
+        routes = forward.routes
+        return None if routes is None or self.replay_layer >= routes.shape[2] else routes[:, :, self.replay_layer]
+
+    def _build_context(self, tokens: Tensor, forward: Forward) -> Context:
+        """Return what the router may read of `tokens (B,N,d)`."""
+        if self._will_be_recomputed(forward):
             self._require_one_forward()
-        captured, self._current.state.attention = self._current.state.attention, CapturedAttention()
-        previous = self.previous.routed if self.reads_previous and self.previous is not None else None
-        ids = self.collector.token_ids if self.reads_ids else None
-        modality = modality_of(self.collector.token_ids, self.collector.image_tokens) if self.reads_modality else None
-        length = tokens.shape[1]
+        captured, self._thread.captured.attention = self._thread.captured.attention, CapturedAttention()
+        fields, length = self._read_beside_tokens(forward), tokens.shape[1]
         if self.breaks_causality and (captured.has_recurrent_state or self._cached_tokens(captured, length)):
             raise ValueError(f"{NOT_CAUSAL}; it cannot decode token by token with a KV cache.")
-        if self.warns_in_training and self.is_training and self.collector.learning_enabled:
+        if self.warns_in_training and self.is_training and forward.learning:
             self.warns_in_training = False
             warnings.warn(NOT_CAUSAL_IN_TRAINING, stacklevel=2)
-        needs_padding = self.is_training or self.sequence_aware or self.sees_batch or self.collector.wants_router_logits
-        if self.layer_modules.windowed or not needs_padding:
-            return Context(previous=previous, token_ids=ids, modality=modality, replayed=self.replayed)
+        if self.layer_modules.windowed or not self._needs_padding(forward):
+            return Context(**fields)
         if captured.mask is not None and not isinstance(captured.mask, Tensor):
             raise ValueError(
                 f"attention uses a {type(captured.mask).__name__} as its mask, from which a router cannot read padding; "
@@ -298,7 +329,11 @@ class ContextCapture:
             self._require_one_sequence_in_a_row(captured.mask, token_mask)
         visible = self._visible_tokens(captured, earlier, tokens)
         attention, causal = self._attention_context(captured, visible), self.layer_modules.causal
-        return Context(causal, token_mask, attention, previous, earlier.rows, ids, modality, visible, self.replayed)
+        return Context(causal, token_mask, attention, cache=earlier.rows, visible=visible, **fields)
+
+    def _needs_padding(self, forward: Forward) -> bool:
+        """Whether the router or its losses must know which tokens are padding."""
+        return self.reads_padding or self.is_training or forward.wants_router_logits
 
     def record_routing(
         self, tokens: Tensor, routing: Routing, context: Context, losses: Any, weights: Tensor | None = None
@@ -307,25 +342,28 @@ class ContextCapture:
 
         Return the expert weights (`weights`, by default those of the routing) with the layer's loss attached to them.
         """
-        if self.is_read_by_next:
-            self._current.state.routed = Previous(tokens.detach(), detached_routing(routing))
-            if self.collector.may_have_backward:
-                self._latest_routed = self._current.state.routed
         weights = routing.weights if weights is None else weights
-        weights = self.collector.collect(routing, weights, losses, context.token_mask, self.k)
-        if self._will_be_recomputed and weights.requires_grad:
+        if not (self.is_read_by_next or routing.losses) and self.forwards.thread.current.is_plain:
+            return weights
+        forward = self.forwards.forward
+        if self.is_read_by_next:
+            captured = self._thread.captured
+            captured.routed = Previous(tokens.detach(), detached_routing(routing))
+            if forward.may_have_backward:
+                self._latest_routed = captured.routed
+        weights = self.forwards.collector.collect(routing, weights, losses, context.token_mask, self.k, forward)
+        if weights.requires_grad and self._will_be_recomputed(forward):
             pending = _PendingBackward()
-            self._current.pending = weakref.ref(pending)  # the graph keeps it alive, through its hook
+            self._thread.pending = weakref.ref(pending)  # the graph keeps it alive, through its hook
             weights.register_hook(pending.finish)
         return weights
 
-    @property
-    def _will_be_recomputed(self) -> bool:
+    def _will_be_recomputed(self, forward: Forward) -> bool:
         """Whether a backward will run this layer again, and the result depends on state or on the previous routing."""
         return (
-            (self._recomputation_reads_state or self.needs_record)
-            and self.is_training
-            and self.collector.may_have_backward
+            self.is_training
+            and (self._recomputation_reads_state or forward.routes is not None or self._is_pending)
+            and forward.may_have_backward
             and not torch.compiler.is_compiling()
             and bool(getattr(self.layer_modules.layer, "gradient_checkpointing", False))
             and not is_recomputing()
@@ -334,7 +372,7 @@ class ContextCapture:
     @property
     def _is_pending(self) -> bool:
         """Whether an earlier forward waits for a backward that will run this layer again."""
-        last = self._current.pending
+        last = self._thread.pending
         pending = None if last is None else last()
         return pending is not None and not pending.done
 
@@ -361,18 +399,16 @@ class ContextCapture:
         self._mask_was_read = True
         require_one_sequence_in_a_row(mask, real)
 
-    def _capture_shape(self, block: nn.Module, inputs: tuple[Any, ...]) -> None:
-        state = self._current.state
-        # Some layers flatten tokens to (T,d) after the attention.
-        same = state.attended is not None and inputs[0].shape[:-1].numel() == state.attended.numel()
-        state.shape = inputs[0].shape[:-1] if inputs[0].dim() == 3 else state.attended if same else None
-
     def _capture_arguments(self, attention: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Capture the mask and the KV cache of the attention. Raise ValueError if the router cannot separate sequences."""
-        hidden = inputs[0] if inputs else options.get("hidden_states")
-        self._current.state.attended = hidden.shape[:-1] if isinstance(hidden, Tensor) and hidden.dim() == 3 else None
-        needs_mask = self.sequence_aware or self.sees_batch or self.is_training or self.collector.wants_router_logits
-        if needs_mask or self.breaks_causality:
+        """Capture shape, mask and KV cache of the attention. Raise ValueError if the router cannot separate sequences."""
+        captured, hidden = self._thread.captured, inputs[0] if inputs else options.get("hidden_states")
+        # Some layers flatten tokens to (T,d) after the attention.
+        captured.shape = None
+        if isinstance(hidden, Tensor) and hidden.dim() == 3 and not self.layer_modules.windowed:
+            captured.shape = hidden.shape[:-1]
+        if self._reads_tokens_alone:
+            return
+        if self.breaks_causality or self._needs_padding(self.forwards.forward):
             named = options.get("attention_mask", options.get("mask"))  # T5's name
             mask = inputs[1] if named is None and len(inputs) > 1 else named
             if self.sequence_aware:
@@ -382,7 +418,7 @@ class ContextCapture:
             states = options.get("cache_params", kv_cache)
             has_state = self.layer_modules.recurrent and has_recurrent_state(attention, states)
             kv_cache = None if self.layer_modules.recurrent else kv_cache
-            self._current.state.attention = CapturedAttention(mask, kv_cache, has_state)
+            captured.attention = CapturedAttention(mask, kv_cache, has_state)
             if self.static_rows and kv_cache is not None and has_static_length(self._cache_layer(kv_cache)):
                 prepare_static_rows(self._cache_layer(kv_cache))
         if self.reads_attention and self._projection is not self.layer_modules.projection:
@@ -395,14 +431,14 @@ class ContextCapture:
 
     def capture_attention(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: dict[str, Any]) -> None:
         """Capture the arguments of the attention function. `_attention_with_capture` calls this."""
-        captured = self._current.state.attention
+        captured = self._thread.captured.attention
         captured.keys, captured.mask = key.shape[2], mask
         if self.reads_attention:
             captured.query, captured.key, captured.value = query, key, value
         captured.scale, captured.window = options.get("scaling"), options.get("sliding_window")
 
     def _capture_output(self, projection: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
-        self._current.state.attention.output = output
+        self._thread.captured.attention.output = output
 
     def _earlier_tokens(self, captured: CapturedAttention, length: int) -> _EarlierTokens:
         """Return the tokens before the current `length` tokens, with the router's rows of them."""
@@ -414,7 +450,7 @@ class ContextCapture:
         if self.static_rows and has_static_length(cache_layer):
             rows, positions = static_router_cache_of(cache_layer, length, self.router_number)
             return _EarlierTokens(rows, 0 if positions is None else None, positions)
-        past = self._cached_tokens(captured, length)
+        past = int(cache_layer.get_seq_length()) - length
         return _EarlierTokens(router_cache_of(cache_layer, past, self.router_number), past)
 
     def _cache_layer(self, kv_cache: Any) -> Any:
@@ -447,5 +483,5 @@ class ContextCapture:
             return None
         if key.shape[2] > visible.keys:
             key, value = key[:, :, : visible.keys], value[:, :, : visible.keys]
-        projection = as_linear(self.layer_modules.projection) if self.reads_projection else None
+        projection = as_linear(self._projection) if self.reads_projection else None
         return Attention(query, key, value, projection, output, visible.mask, captured.scale)

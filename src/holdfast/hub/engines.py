@@ -195,7 +195,7 @@ def calibrate(model: nn.Module) -> Iterator[None]:
     """
     with ExitStack() as stack:
         for hooks in _require_hooks(model):
-            stack.enter_context(hooks.collector.calibration())
+            stack.enter_context(hooks.forwards.calibration())
         yield
 
 

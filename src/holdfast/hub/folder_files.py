@@ -6,7 +6,7 @@ config.json of a changed model:
      "transformers_weights": NEEDS_HOLDFAST,         # a model class that reads this level as its config finds no weights
      "model_config": {                               # the family's config, which the family's own class reads
         "model_type": "mixtral", ...,
-        "holdfast": {"format": 4, "layers": {...}},  # the routers
+        "holdfast": {"format": 1, "layers": {...}},  # the routers
         "quantization_config": {"quant_method": "holdfast"},   # with Holdfast imported, calls `AppliesChanges`
         "transformers_weights": NEEDS_HOLDFAST}}     # without Holdfast, no file of weights is found
 
@@ -16,6 +16,8 @@ transformers converts when it saves and loads. Router state is beside them.
 holdfast.json is a manifest with checksums of the weights and of the description of routers: a file that is damaged or was
 changed raises an error before it is loaded. `check_folder` checks a folder; `require_all_used` and
 `require_fitting_files` check that its weights are those of the model.
+
+README.md is a model card with code that opens the folder (`write_card`).
 """
 
 import hashlib
@@ -26,6 +28,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from holdfast.errors import INSTALL
 from holdfast.files import LARGE, MIB, SMALL, read_json, require_regular, write_atomically
 from holdfast.kernels.quantised import is_quantised
 from holdfast.model_size import require_sane_numbers
@@ -94,7 +97,8 @@ def description_of(written: Mapping[str, Any]) -> Any:
 def is_modified(written: Mapping[str, Any], name: object) -> bool:
     """Whether this is the config of a changed model. Raise ValueError if its entries contradict each other."""
     is_holdfast = written.get("model_type") == MODEL_TYPE
-    if is_holdfast != (description_of(written) is not None):
+    # Before the release, formats had a shorter model type, and the first one its description beside the family's entries.
+    if is_holdfast != (description_of(written) is not None or "holdfast" in written):
         raise ValueError(
             f"{name}: its config was edited, or written by another version of Holdfast: its model_type and the description "
             "of routers contradict each other."
@@ -104,26 +108,23 @@ def is_modified(written: Mapping[str, Any], name: object) -> bool:
 
 def family_values(written: Mapping[str, Any], name: object) -> dict[str, Any]:
     """Return the family's config from any config.json, without entries that name code or make a load fail."""
-    values = _family_values(written, name)
+    if is_modified(written, name):
+        description, section = description_of(written), written[SECTION]
+        described = description.get("model_type") if isinstance(description, dict) else None
+        beside = sorted(name for name in set(written) - UPPER if not name.startswith("_"))  # transformers adds some with "_"
+        if beside:
+            raise ValueError(
+                f'{name}: its config has {beside[0]!r} beside "{SECTION}", where it has no effect; move it into "{SECTION}".'
+            )
+        if section.get("model_type") != described:
+            raise ValueError(f"{name}: its config is for {section.get('model_type')!r}, its routers for {described!r}.")
+        values = unwrapped_config(section)
+    else:
+        values = without_code(written)
     names = values.get("architectures")
     if names is not None and not (isinstance(names, list) and all(isinstance(one, str) for one in names)):
         raise ValueError(f"{name}: its config names no model class of transformers (architectures: {names}).")
     return values
-
-
-def _family_values(written: Mapping[str, Any], name: object) -> dict[str, Any]:
-    if not is_modified(written, name):
-        return without_code(written)
-    description, section = description_of(written), written[SECTION]
-    own_type = description.get("model_type") if isinstance(description, dict) else None
-    other = sorted(name for name in set(written) - UPPER if not name.startswith("_"))  # transformers adds some with "_"
-    if other:
-        raise ValueError(
-            f'{name}: its config has {other[0]!r} beside "{SECTION}", where it has no effect; move it into "{SECTION}".'
-        )
-    if section.get("model_type") != own_type:
-        raise ValueError(f"{name}: its config is for {section.get('model_type')!r}, its routers for {own_type!r}.")
-    return unwrapped_config(section)
 
 
 def unwrapped_config(section: Mapping[str, Any]) -> dict[str, Any]:
@@ -255,15 +256,13 @@ def require_own_files(folder: Path) -> None:
         names = sorted(os.listdir(place)) if place.is_dir() else []
         for name in names:
             if any(fnmatch(name, pattern) for pattern in FILES):
-                limit = next(size for pattern, size in LARGEST.items() if fnmatch(name, pattern))
-                _require_own(place / name, folder, limit)
-
-
-def _require_own(file: Path, folder: Path, limit: int | None) -> None:
-    try:
-        require_regular(file, limit=limit, inside=folder)
-    except FileNotFoundError:
-        raise ValueError(f"{file} is a link to a file that does not exist: the folder is not complete.") from None
+                file, limit = place / name, next(size for pattern, size in LARGEST.items() if fnmatch(name, pattern))
+                try:
+                    require_regular(file, limit=limit, inside=folder)
+                except FileNotFoundError:
+                    raise ValueError(
+                        f"{file} is a link to a file that does not exist: the folder is not complete."
+                    ) from None
 
 
 def _require_own_shards(folder: Path) -> None:
@@ -408,3 +407,101 @@ def require_writable(model: Any) -> None:
                 f"{name} was quantised in memory ({by}), which cannot be saved; save the model before quantising it, "
                 "and load it with a quantization_config."
             )
+
+
+CARD = """---
+library_name: holdfast
+{base}tags:
+{tags}
+---
+
+# {title}
+
+A {family} model whose mixture-of-experts layers are routed by {routers}. Its routers are part of the model: load it with
+Holdfast, not with transformers alone.
+
+To install Holdfast, run {install}.
+
+The code below runs in this folder. Elsewhere, write the folder's path, or the model's name on a hub, in place of ".".
+
+```python
+import holdfast
+
+model = holdfast.load(".")
+```
+{further}
+Start a program that does not import Holdfast with `holdfast run -- PROGRAM`.
+"""
+WITH_TRANSFORMERS = """
+{sentence}
+
+```python
+import holdfast
+from transformers import {name}
+
+{line}
+```
+"""
+# Auto classes that a pipeline uses, with the pipeline's task and the file that the folder must have for it.
+PIPELINES = {
+    "AutoModelForCausalLM": ("text-generation", "tokenizer_config.json"),
+    "AutoModelForMaskedLM": ("fill-mask", "tokenizer_config.json"),
+    "AutoModelForSequenceClassification": ("text-classification", "tokenizer_config.json"),
+    "AutoModelForTokenClassification": ("token-classification", "tokenizer_config.json"),
+    "AutoModelForImageClassification": ("image-classification", PROCESSOR),
+    "AutoModel": ("feature-extraction", "tokenizer_config.json"),
+}
+GENERATED = "This model card has been automatically generated."  # in the card that transformers writes for an upload
+
+
+def write_card(folder: Path, model: Any) -> None:
+    """Write the model card to README.md, unless there is one that transformers did not generate."""
+    file, tags = folder / "README.md", ["holdfast", "mixture-of-experts"]
+    if file.exists():
+        if GENERATED not in file.read_text(encoding="utf-8"):
+            return
+        from huggingface_hub import ModelCard
+
+        tags += [tag for tag in ModelCard.load(file).data.tags or () if tag not in tags]  # those that the user named
+    description = model.config.holdfast
+    layers, base = description["layers"].values(), description.get("base_model")
+    text = CARD.format(
+        base=f"base_model: {base}\n" if base else "",
+        tags="\n".join(f"- {tag}" for tag in tags),
+        title=f"{base or description['model_type']}, routed by Holdfast",
+        family=base or description["model_type"],
+        routers=" and ".join(f"`{name}`" for name in dict.fromkeys(layer["router"] for layer in layers)),
+        install=INSTALL,
+        further=_with_transformers(folder, model),
+    )
+    write_atomically(file, text)
+
+
+def _with_transformers(folder: Path, model: Any) -> str:
+    """Return the part of a model card about classes of transformers that open this folder."""
+    auto = _auto_class(model)
+    if auto is None:
+        return ""
+    after = "After `import holdfast`, transformers loads it too:"
+    text = WITH_TRANSFORMERS.format(sentence=after, name=auto, line=f'model = {auto}.from_pretrained(".")')
+    task, needed = PIPELINES.get(auto, ("", ""))
+    if not needed or not (folder / needed).is_file():
+        return text
+    if needed == PROCESSOR and getattr(model.config, "num_channels", 3) != 3:  # a pipeline makes RGB of every image
+        name, line = "AutoImageProcessor", 'processor = AutoImageProcessor.from_pretrained(".")'
+        sentence = 'It reads grey images. Its processor reads them: `processor(image.convert("L"), return_tensors="pt")`:'
+    else:
+        name, line, sentence = "pipeline", f'run = pipeline("{task}", ".")', "Or as a pipeline:"
+    return text + WITH_TRANSFORMERS.format(sentence=sentence, name=name, line=line)
+
+
+def _auto_class(model: Any) -> str | None:
+    """Return the name of the Auto class that gives a model of this class, one that a pipeline uses if there are several."""
+    from transformers.models.auto import modeling_auto
+
+    found = []
+    for name, auto in vars(modeling_auto).items():
+        mapping = getattr(auto, "_model_mapping", None)
+        if isinstance(auto, type) and mapping is not None and type(model.config) in mapping:
+            found += [name] if mapping[type(model.config)] is type(model) else []
+    return next((name for name in PIPELINES if name in found), next(iter(found), None))

@@ -26,6 +26,7 @@ from holdfast.hub.families import (
     routing_from_gate,
     text_config,
 )
+from holdfast.hub.forwards import ForwardHooks
 from holdfast.hub.layers import MoELayerRef, layer_infos, moe_layers, require_modalities, vocabulary_of
 from holdfast.hub.losses import LossCollector
 from holdfast.hub.replacements import (
@@ -35,10 +36,11 @@ from holdfast.hub.replacements import (
     has_foreign_forward,
     has_known_layout,
     install_gate,
+    replaying_layers,
     use_holdfast_experts,
 )
 from holdfast.hub.specs import NATIVE, LayerInfo, LayerSpec, build_routers, linked_in_order
-from holdfast.layers import Experts, name_layers
+from holdfast.layers import name_layers
 from holdfast.layers.moe import LAYER_NAMES, not_causal
 from holdfast.layers.upcycling import new_shared
 from holdfast.routing import Router, join_routers
@@ -160,36 +162,26 @@ def make_sparse(layers: Mapping[str, DenseLayer], specs: Mapping[str, LayerSpec]
         infos.append(LayerInfo(name, dim, specs[name].experts or 0, heads, vocabulary=vocabulary, uncaptured=uncaptured))
     hosts = {name: HostModel(rule=specs[name].rule()) for name in layers}
     routers = build_routers(linked_in_order(infos), specs, hosts)
-    _refuse_in_causal_layers(layers, routers)
-    experts = {name: new_experts(dense, specs[name].experts or 0, specs[name].hidden) for name, dense in layers.items()}
-    made = {}
     for name, dense in layers.items():
         router = routers[name]
         if router is None:
             raise ValueError("a dense model has no native router; name one of holdfast.list_routers().")
-        shared = new_shared(experts[name], specs[name].shared)
-        made[name] = _install_sparse(dense, router, experts[name], shared)
-    return made
-
-
-def _refuse_in_causal_layers(layers: Mapping[str, DenseLayer], routers: Mapping[str, Router | None]) -> None:
-    """Raise ValueError if a router refuses causal models and the attention before its layer is causal."""
-    for name, dense in layers.items():
-        router = routers[name]
-        is_causal = dense.family.is_causal(dense.attention)
-        if router is not None and is_causal and router.select.refuses_causal:
+        if router.select.refuses_causal and dense.family.is_causal(dense.attention):
             raise ValueError(f"{name}: {not_causal(LAYER_NAMES[router.select.layer_kind])}")
-
-
-def _install_sparse(dense: DenseLayer, router: Router, experts: Experts, shared: nn.Module | None) -> SparseLayer:
-    family, layer = dense.family, dense.layer
-    dropout = None if family.dropout is None else layer.get_submodule(family.dropout)
-    router = router.to(**device_and_dtype(experts.down_proj))
-    sparse = _mark_initialised(SparseLayer(router, experts, dropout, shared).train(layer.training))
-    layer.set_submodule(family.place, sparse)
-    for path in family.bypassed:
-        layer.set_submodule(path, nn.Identity())
-    return sparse
+    experts = {name: new_experts(dense, specs[name].experts or 0, specs[name].hidden) for name, dense in layers.items()}
+    made = {}
+    for name, dense in layers.items():
+        router, family, layer = routers[name], dense.family, dense.layer
+        assert router is not None
+        shared = new_shared(experts[name], specs[name].shared)
+        dropout = None if family.dropout is None else layer.get_submodule(family.dropout)
+        router = router.to(**device_and_dtype(experts[name].down_proj))
+        sparse = SparseLayer(router, experts[name], dropout, shared).train(layer.training)
+        made[name] = _mark_initialised(sparse)
+        layer.set_submodule(family.place, sparse)
+        for path in family.bypassed:
+            layer.set_submodule(path, nn.Identity())
+    return made
 
 
 def _mark_initialised(module: Module) -> Module:
@@ -248,20 +240,20 @@ class ModelHooks:
         self.specs = dict(specs)
         self.collector = LossCollector(
             model,
-            routers,
             native_coefficient=float(model.__dict__.get("_native_balance", 0.0)),
             aux_loss_divisor=float(getattr(text_config(model), "router_aux_loss_coef", 1.0)) or 1.0,
             balance_on_request=balance_on_request,
             adds_logits=found[0].family is None,
             has_losses=has_losses,
         )
+        self.forwards = ForwardHooks(model, routers, self.collector, replaying_layers(model))
         by_name: dict[str, ContextCapture] = {}
         for layer, info in zip(found, layer_infos(found), strict=True):
             if layer.name in specs:
                 previous = by_name.get(info.before.name) if info.before else None
                 spec = specs[layer.name]
                 idle = layer.router is None and not spec.losses and not balance_on_request
-                capture = ContextCapture(layer.router, layer.layer_modules, self.collector, previous, spec.k, idle)
+                capture = ContextCapture(layer.router, layer.layer_modules, self.forwards, previous, spec.k, idle)
                 by_name[layer.name] = capture
                 holder = layer.block if layer.family is None else layer.gate
                 holder.context_capture = capture
@@ -271,7 +263,7 @@ class ModelHooks:
         for capture in [each for each in self.captures if each.breaks_causality_in_training][:1]:
             capture.warns_in_training = True
         unchanged = [layer for layer in found if layer.name not in specs] if balance_on_request else []
-        self.native_gates = [NativeGateBalance(layer, self.collector) for layer in unchanged if layer.family is not None]
+        self.native_gates = [NativeGateBalance(layer, self.forwards) for layer in unchanged if layer.family is not None]
 
     @property
     def breaks_causality(self) -> bool:
@@ -288,7 +280,7 @@ class ModelHooks:
 
     def remove(self) -> None:
         """Remove all hooks from the model."""
-        self.collector.remove()
+        self.forwards.remove()
         for capture in self.captures:
             capture.remove()
         for gate in self.native_gates:
@@ -301,20 +293,21 @@ class NativeGateBalance:
     The family's balance loss is over all layers. If routers of ours replace some of them, ours is over all layers too.
     """
 
-    def __init__(self, moe_layer: MoELayerRef, collector: LossCollector) -> None:
+    def __init__(self, moe_layer: MoELayerRef, forwards: ForwardHooks) -> None:
         assert moe_layer.family is not None
         self.rule, self.k = moe_layer.family.rule_of(moe_layer.block), int(moe_layer.gate.top_k)
-        self.collector = collector
-        self.context_capture = ContextCapture(None, moe_layer.layer_modules, collector, None, self.k)
+        self.forwards = forwards
+        self.context_capture = ContextCapture(None, moe_layer.layer_modules, forwards, None, self.k)
         self.handle = moe_layer.gate.register_forward_hook(self)
 
     def __call__(self, gate: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         if is_called_alone(gate):
             return
-        context = self.context_capture.build_context(self.context_capture.as_sequences(inputs[0]))
-        if self.collector.wants_router_logits:
+        _, context = self.context_capture.prepare(inputs[0], None)
+        forward = self.forwards.forward
+        if forward.wants_router_logits:
             routing = routing_from_gate(output, self.rule)
-            self.collector.collect(routing, output[1], None, context.token_mask, self.k)
+            self.forwards.collector.collect(routing, output[1], None, context.token_mask, self.k, forward)
 
     def remove(self) -> None:
         self.handle.remove()

@@ -157,19 +157,15 @@ def _sparse_layers(model: nn.Module) -> list[MoELayerRef]:
     found = []
     for name, layer in model.named_modules():
         for row in rows.values():
-            attention = find_submodule(layer, row.attention)
+            block, attention = find_submodule(layer, row.place), find_submodule(layer, row.attention)
             has_projection = find_submodule(layer, row.projection) is not None
-            if isinstance(find_submodule(layer, row.place), SparseLayer) and attention is not None and has_projection:
+            if isinstance(block, SparseLayer) and attention is not None and has_projection:
                 config = getattr(attention, "config", None) or text_config(model)
                 place = f"{name}.{row.place}".lstrip(".")
-                found.append(MoELayerRef(place, _modules_of_dense(layer, row), None, row, config))
+                modules = LayerModules(block, attention, layer, row.projection, row.windowed, declared_causal=row.causal)
+                found.append(MoELayerRef(place, modules, None, row, config))
     _require_all(model, found, ((name, module) for name, module in model.named_modules() if isinstance(module, SparseLayer)))
     return found
-
-
-def _modules_of_dense(layer: nn.Module, row: DenseFamily) -> LayerModules:
-    block, attention = layer.get_submodule(row.place), layer.get_submodule(row.attention)
-    return LayerModules(block, attention, layer, row.projection, row.windowed, declared_causal=row.causal)
 
 
 def _modules_of(layer: nn.Module, family: MoEFamily) -> LayerModules:

@@ -13,28 +13,25 @@ The callback of transformers' Trainer sets it (engines.py), other loops call `ho
 set and gradients are visibly accumulated, the backward raises an error (`LossCollector.unread_gradient`).
 
 `LossCollector` collects the losses of all layers in a forward and puts them into the model's outputs. The output classes get
-fields for them (outputs.py).
+fields for them: DDP and `torch.compile` rebuild outputs from the fields that their class declares, and lose a field that is
+not declared, or raise an error.
 """
 
 import dataclasses
 import sys
+import typing
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from holdfast.hub.families import as_token_ids, image_tokens, text_config
-from holdfast.hub.outputs import prepare_output_classes, with_router_fields
-from holdfast.hub.replacements import replaying_layers
-from holdfast.kernels.torch_internals import has_gradient, is_recomputing, running_backward
+from holdfast.hub.families import text_config
+from holdfast.kernels.torch_internals import has_gradient, running_backward
 from holdfast.layers.losses import Losses, balance, single_process_mean
-from holdfast.routing import Router, Routing
-from holdfast.routing.forward_routes import RouteReplay
+from holdfast.routing import Routing
 from holdfast.routing.state import mean_over_ranks
-from holdfast.routing.threads import PerThread, one_more
 
 ROUTER_LOGITS = "output_router_logits"  # the option and config entry with which trainers request `outputs.aux_loss`
 IGNORED_LABEL = -100  # transformers' losses skip it
@@ -110,33 +107,29 @@ class CompiledAttachLoss(torch.autograd.Function):
 
 
 @dataclasses.dataclass
-class _Forward:
-    """The current forward of the model, in one thread."""
+class Forward:
+    """A forward of the model, in one thread: what its layers must know (forwards.py), and the losses that they return."""
 
-    is_running: bool = False
+    in_model: bool = False  # the model's forward runs
+    in_base: bool = False  # the forward of its base model runs by itself
+    is_plain: bool = False  # it runs in evaluation, without recorded routes, and router logits are not requested
     with_gradient: bool = False
     may_have_backward: bool = True  # whether a backward may follow this forward
+    learning: bool = True  # whether routers compute losses and update state
     generations: list[None] = dataclasses.field(default_factory=list)  # an entry for each `generation` around it
+    token_ids: Tensor | None = None  # (B,N)
+    routes: Tensor | None = None  # (B,N,L,K), the recorded routes to use again
     wants_router_logits: bool = False
     as_tuple: bool = False  # the caller wants a tuple, and router logits
-    token_ids: Tensor | None = None
     layer_losses: list[Tensor] | None = None  # None: this forward computes no losses
     requested_losses: list[Tensor] = dataclasses.field(default_factory=list)  # one per layer, only for `aux_loss`
     logits: list[Tensor] = dataclasses.field(default_factory=list)
 
 
-class _Forwards(PerThread):
-    def __init__(self) -> None:
-        self.current = _Forward()
-
-
 class LossCollector:
-    """Hooks around a model's forward that collect the layers' losses and put them into the model's outputs.
+    """Collects the layers' losses in a forward and puts them into the model's outputs.
 
-    Losses are collected only while the model's forward runs: a recomputation during the backward adds none. A forward in
-    training mode without gradients (a reference model, old log-probabilities, a rollout) computes no losses and updates no
-    router state. A call of `model.forward` bypasses the hooks: there a forward without gradients does update state, since a
-    backward may recompute it later (GradCache).
+    Losses are collected only while the model's forward runs: a recomputation during the backward adds none.
 
     native_coefficient   coefficient of the balance loss that the family adds to its loss if router logits are requested
     aux_loss_divisor     divides `outputs.aux_loss`, so that a trainer's coefficient times it is the routers' loss
@@ -148,92 +141,42 @@ class LossCollector:
     def __init__(
         self,
         model: nn.Module,
-        routers: Sequence[Router] = (),
         *,
-        native_coefficient: float = 0.0,
-        aux_loss_divisor: float = 1.0,
-        balance_on_request: bool = False,
-        adds_logits: bool = False,
-        has_losses: bool = True,
+        native_coefficient: float,
+        aux_loss_divisor: float,
+        balance_on_request: bool,
+        adds_logits: bool,
+        has_losses: bool,
     ) -> None:
-        self._routers, self._config = routers, text_config(model)
+        self._config = text_config(model)
         self._native_coefficient, self._aux_loss_divisor = native_coefficient, aux_loss_divisor
-        self._balance_on_request, self._adds_logits, self._forwards = balance_on_request, adds_logits, _Forwards()
+        self._balance_on_request, self.adds_logits = balance_on_request, adds_logits
         self._replaces_balance = has_losses or balance_on_request  # if not, the family computes its own
         self._warned = False
-        self._calibrations: list[None] = []  # an entry for each `calibration` that is entered
         self._checked_backward = -1
-        self.image_tokens = image_tokens(model)
         self.loss_scale: float | None = None  # gradient of a loss that the training loss does not contain
         # What each term has added to the training loss, on each device; None: not counted. The Trainer's callback logs it.
         self.sums: dict[tuple[str, torch.device], Tensor] | None = None
-        self.learning_enabled = True  # whether routers compute losses and update state
-        # The next two are from the last forward that a backward may recompute.
-        self._latest_wants_logits = False
-        self._latest_ids: Tensor | None = None
-        self.on_forward_end: list[Callable[[], None]] = []  # called when the data of a forward are no longer needed
         prepare_output_classes(model)
-        self.replay = RouteReplay(model, replaying_layers(model))
-        self._handles = [
-            model.register_forward_pre_hook(self._begin_forward, with_kwargs=True),
-            model.register_forward_hook(self._end_forward, with_kwargs=True, always_call=True),
-        ]
-        inner: Any = getattr(model, "base_model", model)
-        if adds_logits and inner is not model:
-            self._handles.append(inner.register_forward_pre_hook(_drop_router_logits_option, with_kwargs=True))
 
-    def remove(self) -> None:
-        """Remove the hooks."""
-        self.replay.remove()
-        for handle in self._handles:
-            handle.remove()
-
-    @property
-    def _current(self) -> _Forward:
-        return self._forwards.current
-
-    @property
-    def wants_router_logits(self) -> bool:
-        """Whether router logits are requested, in the current forward or in the one that a backward recomputes."""
-        return self._current.wants_router_logits if self._current.is_running else self._latest_wants_logits
-
-    @property
-    def token_ids(self) -> Tensor | None:
-        """Return the token ids of the current forward, or of the one that a backward recomputes; None if there are none."""
-        latest = self._latest_ids if torch.compiler.is_compiling() or is_recomputing() else None
-        return self._current.token_ids if self._current.is_running else latest
-
-    @property
-    def may_have_backward(self) -> bool:
-        """Whether a backward may follow the current forward."""
-        return self._current.may_have_backward
-
-    def generation(self) -> AbstractContextManager[None]:
-        """Inside the `with`, forwards of this thread without gradients update no state, even during calibration."""
-        return one_more(self._current.generations)
-
-    def calibration(self) -> AbstractContextManager[None]:
-        """Inside the `with`, forwards without gradients update router state too, in all threads."""
-        return one_more(self._calibrations)
-
-    def collect(self, routing: Routing, weights: Tensor, losses: Any, token_mask: Tensor | None, k: int) -> Tensor:
+    def collect(
+        self, routing: Routing, weights: Tensor, losses: Any, token_mask: Tensor | None, k: int, forward: Forward
+    ) -> Tensor:
         """Collect a layer's losses and logits; return the expert weights with the layer's loss attached.
 
         losses   the layer's `Losses`, used in evaluation, where routers compute no losses; None if the layer has none
         """
-        if self.wants_router_logits and (
-            self._current.is_running or (not torch.compiler.is_compiling() and is_recomputing())
-        ):
-            self._collect_requested(routing, losses, token_mask, k)
-        if not routing.losses or not self.learning_enabled:
+        if forward.wants_router_logits and (forward.in_model or not torch.compiler.is_compiling()):
+            self._collect_requested(routing, losses, token_mask, k, forward)
+        if not routing.losses or not forward.learning:
             return weights
-        if self._current.with_gradient and self._current.is_running and not torch.is_grad_enabled():
+        if forward.with_gradient and forward.in_model and not torch.is_grad_enabled():
             raise ValueError(REENTRANT)
         loss = routing.loss
         if torch.is_grad_enabled() and loss.requires_grad:
             loss, weights = self._attach_to_weights(loss, weights, routing)
-        if self._current.layer_losses is not None:
-            self._current.layer_losses.append(loss)
+        if forward.layer_losses is not None:
+            forward.layer_losses.append(loss)
         return weights
 
     def unread_gradient(self, node: Any) -> float:
@@ -282,15 +225,14 @@ class LossCollector:
         )
         return traced
 
-    def _collect_requested(self, routing: Routing, losses: Any, token_mask: Tensor | None, k: int) -> None:
+    def _collect_requested(self, routing: Routing, losses: Any, token_mask: Tensor | None, k: int, forward: Forward) -> None:
         """Collect the logits, and a loss if the router computed none, for a caller that requested router logits."""
-        current = self._current
-        if self._balance_on_request and current.is_running and current.with_gradient and not torch.is_grad_enabled():
+        if self._balance_on_request and forward.in_model and forward.with_gradient and not torch.is_grad_enabled():
             raise ValueError(REENTRANT)
         # A recomputation must save the same tensors as the forward, but its results are not counted.
-        requested, logits = (current.requested_losses, current.logits) if current.is_running else ([], [])
-        over_ranks = mean_over_ranks if torch.is_grad_enabled() and self.learning_enabled else single_process_mean
-        if self._adds_logits:
+        requested, logits = (forward.requested_losses, forward.logits) if forward.in_model else ([], [])
+        over_ranks = mean_over_ranks if torch.is_grad_enabled() and forward.learning else single_process_mean
+        if self.adds_logits:
             logits.append(routing.logits)
         if self._balance_on_request:
             requested.append(k * balance(routing, token_mask, over_ranks))  # with equal load the family's is k, ours 1
@@ -299,102 +241,70 @@ class LossCollector:
                 torch.stack([*losses(routing, token_mask, single_process_mean).values(), routing.gates.new_zeros(())]).sum()
             )
 
-    def _begin_forward(
-        self, model: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Start collecting; return changed arguments if the model must not get the request for router logits."""
-        current = self._current
-        current.token_ids = as_token_ids(options.get("input_ids", inputs[0] if inputs else None))
-        current.with_gradient, current.is_running = torch.is_grad_enabled(), True
-        current.may_have_backward = current.with_gradient or not model.training
-        if current.may_have_backward:
-            self._latest_ids = current.token_ids
-        if model.training:
-            self._enable_learning(current.with_gradient or (bool(self._calibrations) and not current.generations))
-        current.layer_losses = [] if model.training and self.learning_enabled else None
-        current.requested_losses, current.logits = [], []
+    def begin(self, forward: Forward, model: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
+        """Start collecting; return the forward's options without a request for router logits that it must not get."""
+        forward.layer_losses = [] if model.training and forward.learning else None
         requested = options.get(ROUTER_LOGITS)
-        current.wants_router_logits = bool(getattr(self._config, ROUTER_LOGITS, False) if requested is None else requested)
-        if current.with_gradient:
-            self._latest_wants_logits = current.wants_router_logits
-        current.as_tuple = current.wants_router_logits and options.get("return_dict") is False
-        if current.as_tuple:  # in a tuple one cannot tell the loss from the `aux_loss`
+        forward.wants_router_logits = bool(getattr(self._config, ROUTER_LOGITS, False) if requested is None else requested)
+        forward.as_tuple = forward.wants_router_logits and options.get("return_dict") is False
+        if not forward.wants_router_logits:
+            return options
+        if forward.as_tuple:  # in a tuple one cannot tell the loss from the `aux_loss`
             options = {**options, "return_dict": True}
         is_fused = options.get("fused_lm_head") and self._replaces_balance
-        if not current.wants_router_logits or not (self._adds_logits or is_fused):
-            return (inputs, options) if current.as_tuple else None
+        if not (self.adds_logits or is_fused):
+            return options
         # A dense family does not know the option. TRL's own forward would compute the family's loss from the logits.
         others = {name: value for name, value in options.items() if name != ROUTER_LOGITS}
-        return inputs, others | ({ROUTER_LOGITS: False} if is_fused else {})
+        return others | ({ROUTER_LOGITS: False} if is_fused else {})
 
-    def _enable_learning(self, enabled: bool) -> None:
-        if self.learning_enabled != enabled:
-            self.learning_enabled = enabled
-            for router in self._routers:
-                router.learning = enabled
-
-    def _end_forward(self, model: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any], outputs: Any) -> Any:
-        """Stop collecting, and return the outputs with what was collected."""
-        current = self._current
-        if not current.is_running:  # `RouteReplay` has refused it
-            return outputs
-        layer_losses, current.layer_losses = current.layer_losses, None
-        self._enable_learning(True)
-        current.is_running, current.may_have_backward = False, True
-        if not model.training:  # in training, this forward may run between another one and its backward
-            current.token_ids = self._latest_ids = None
-            for clear in self.on_forward_end:
-                clear()
-        if outputs is not None and (layer_losses or current.wants_router_logits):  # None: the forward has raised
-            outputs = self._add_to_outputs(model, layer_losses, options, outputs)
-            if current.as_tuple:
+    def end(self, forward: Forward, model: nn.Module, options: dict[str, Any], outputs: Any) -> Any:
+        """Stop collecting, and return the outputs with what was collected; `outputs` is None if the forward has raised."""
+        if outputs is not None and (forward.layer_losses or forward.wants_router_logits):
+            outputs = self._add_to_outputs(model, options, outputs, forward)
+            if forward.as_tuple:
                 outputs = tuple(value for name, value in outputs.items() if name != "router_loss")
-        current.requested_losses, current.logits = [], []  # they would keep the autograd graph alive
+        forward.layer_losses = None
+        if forward.requested_losses or forward.logits:  # they would keep the autograd graph alive
+            forward.requested_losses, forward.logits = [], []
         return outputs
 
-    def _add_to_outputs(
-        self, model: nn.Module, layer_losses: list[Tensor] | None, options: dict[str, Any], outputs: Any
-    ) -> Any:
+    def _add_to_outputs(self, model: nn.Module, options: dict[str, Any], outputs: Any, forward: Forward) -> Any:
         """Add the routers' losses to the loss in the outputs, and set `ROUTER_FIELDS`."""
         if isinstance(outputs, tuple):  # return_dict=False: the loss, if there is one, comes first and is the only scalar
             if outputs[0].dim() == 0:
-                return (outputs[0] + self._loss_to_add(model, layer_losses, options, outputs[0].device), *outputs[1:])
+                return outputs[0] + self._loss_to_add(model, options, outputs[0].device, forward), *outputs[1:]
             return outputs
         if getattr(outputs, "loss", None) is not None:
-            outputs.loss = outputs.loss + self._loss_to_add(model, layer_losses, options, outputs.loss.device)
+            outputs.loss = outputs.loss + self._loss_to_add(model, options, outputs.loss.device, forward)
         if dataclasses.is_dataclass(outputs) and isinstance(outputs, dict):  # as transformers' outputs are
             outputs = with_router_fields(outputs)
-            self._set_router_fields(outputs, layer_losses)
+            self._set_router_fields(outputs, forward)
         return outputs
 
-    def _loss_to_add(
-        self, model: nn.Module, layer_losses: list[Tensor] | None, options: dict[str, Any], device: torch.device
-    ) -> Any:
+    def _loss_to_add(self, model: nn.Module, options: dict[str, Any], device: torch.device, forward: Forward) -> Any:
         """Return the routers' loss that is added to the model's own loss; 0 if there is none."""
-        if layer_losses:
-            return _total(layer_losses, device) * share_of_batch(model, options)
-        if self._balance_on_request and self._current.requested_losses and self._native_coefficient:
-            return self._native_coefficient * self._mean_requested(device) * share_of_batch(model, options)
+        if forward.layer_losses:
+            return _total(forward.layer_losses, device) * share_of_batch(model, options)
+        if self._balance_on_request and forward.requested_losses and self._native_coefficient:
+            return self._native_coefficient * _mean(forward.requested_losses, device) * share_of_batch(model, options)
         return 0.0
 
-    def _set_router_fields(self, outputs: Any, layer_losses: list[Tensor] | None) -> None:
-        requested = self._current.requested_losses
+    def _set_router_fields(self, outputs: Any, forward: Forward) -> None:
+        layer_losses, requested = forward.layer_losses, forward.requested_losses
         if layer_losses:
             outputs.router_loss = _total(layer_losses, layer_losses[-1].device)
-        if not self._current.wants_router_logits:
+        if not forward.wants_router_logits:
             return
         if self._balance_on_request:
             if requested:
-                outputs.aux_loss = self._mean_requested(requested[-1].device)
+                outputs.aux_loss = _mean(requested, requested[-1].device)
         elif layer_losses:
             outputs.aux_loss = outputs.router_loss / self._aux_loss_divisor
         elif requested:
             outputs.aux_loss = _total(requested, requested[-1].device) / self._aux_loss_divisor
-        if self._adds_logits:
-            outputs.router_logits = tuple(self._current.logits)
-
-    def _mean_requested(self, device: torch.device) -> Tensor:
-        return _total(self._current.requested_losses, device) / len(self._current.requested_losses)
+        if self.adds_logits:
+            outputs.router_logits = tuple(forward.logits)
 
 
 def _accelerate_accumulates() -> bool:
@@ -407,13 +317,8 @@ def _total(losses: list[Tensor], device: torch.device) -> Tensor:
     return torch.stack([term.to(device) for term in losses]).sum()
 
 
-def _drop_router_logits_option(
-    model: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Remove the request for router logits from the arguments of a dense family, which does not know it."""
-    if ROUTER_LOGITS not in options:
-        return None
-    return inputs, {name: value for name, value in options.items() if name != ROUTER_LOGITS}
+def _mean(losses: list[Tensor], device: torch.device) -> Tensor:
+    return _total(losses, device) / len(losses)
 
 
 def share_of_batch(model: nn.Module, options: dict[str, Any]) -> Tensor | float:
@@ -436,3 +341,54 @@ def _shifts_labels(model: nn.Module) -> bool:
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
     return LOSS_MAPPING.get(getattr(model, "loss_type", None)) is ForCausalLMLoss
+
+
+ROUTER_FIELDS = ("router_loss", "aux_loss", "router_logits")
+
+_classes_with_fields: dict[type, type] = {}
+
+
+def class_with_router_fields(kind: type) -> type:
+    """Return a subclass of the output class `kind` with `ROUTER_FIELDS`; the same one for every call."""
+    if kind not in _classes_with_fields:
+        known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+        fields = [(name, Any, dataclasses.field(default=None)) for name in ROUTER_FIELDS if name not in known]
+        made = dataclasses.make_dataclass(
+            kind.__name__, fields, bases=(kind,), namespace={"__doc__": kind.__doc__, "__reduce_ex__": _reduce}
+        )
+        made.__module__, made.__qualname__ = kind.__module__, kind.__qualname__
+        _classes_with_fields[kind] = made
+    return _classes_with_fields[kind]
+
+
+def _reduce(outputs: Any, protocol: Any) -> tuple[Any, ...]:
+    """Support copying and pickling: the class cannot be imported by its name, which is its base's, so it is made again."""
+    return _rebuild, (type(outputs).__bases__[0], {name: getattr(outputs, name) for name in outputs})
+
+
+def _rebuild(kind: type, values: dict[str, Any]) -> Any:
+    return class_with_router_fields(kind)(**values)
+
+
+def prepare_output_classes(model: Any) -> None:
+    """Make the class with `ROUTER_FIELDS` for the model's outputs now: a compiler cannot trace the creation of a class."""
+    from transformers.utils import ModelOutput
+
+    try:
+        returned = typing.get_type_hints(type(model).forward).get("return")
+    except (NameError, TypeError, AttributeError):
+        return
+    for kind in (returned, *typing.get_args(returned)):
+        if isinstance(kind, type) and issubclass(kind, ModelOutput) and dataclasses.is_dataclass(kind):
+            class_with_router_fields(kind)
+
+
+def with_router_fields(outputs: Any) -> Any:
+    """Return the outputs as an instance of their class with `ROUTER_FIELDS`."""
+    kind = type(outputs)
+    if kind in _classes_with_fields.values():
+        return outputs
+    # Look into the dictionary first: a compiler cannot trace the creation of a class.
+    return (
+        _classes_with_fields[kind](**outputs) if kind in _classes_with_fields else class_with_router_fields(kind)(**outputs)
+    )

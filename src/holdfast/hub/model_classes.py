@@ -27,11 +27,11 @@ from holdfast.hub.folder_files import (
     require_writable,
     unwrapped_config,
     wrapped_config,
+    write_card,
     write_manifest,
 )
 from holdfast.hub.install import initialise, install_hooks, install_specs, require_runnable
 from holdfast.hub.layers import MoELayerRef, moe_layers
-from holdfast.hub.model_card import write_card
 from holdfast.hub.specs import LayerSpec, describe, names_in_base, names_in_model, read_specs
 from holdfast.layers import name_layers
 from holdfast.model_size import require_sane_size
@@ -148,7 +148,7 @@ class ModifiedGenerator(ModifiedModel):
         hooks = self.__dict__["_holdfast"]
         if hooks.breaks_causality:
             raise ValueError(f"{NOT_CAUSAL}; it cannot generate.")
-        with hooks.collector.generation():
+        with hooks.forwards.generation():
             return super().generate(*arguments, **options)  # type: ignore[misc]
 
 

@@ -22,17 +22,15 @@ differs. The model's own config is not changed.
 
 import sys
 import types
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from holdfast.hub.adapters import active_module, with_mixin, without_mixin
 from holdfast.hub.families import MoEFamily, routing_from_gate
-from holdfast.kernels.quantised import as_float, is_quantised
+from holdfast.kernels.quantised import FLOATS, as_float, is_quantised
 from holdfast.layers import LAYERS, Experts
 from holdfast.layers.experts import UNKNOWN_FORMAT, activate_used_rows, run_experts
 from holdfast.routing import Router, Routing
@@ -50,6 +48,23 @@ UNREADABLE_GATE = "a router cannot compute scores from them; exclude gates from 
 USE_SIMILARITY = "use 'similarity', which reads no weights"
 
 
+class Capture(Protocol):
+    """What a gate and a layer ask of what is captured around them (`ContextCapture`, context.py)."""
+
+    def keeps_native_gate(self) -> bool: ...
+
+    @property
+    def learning(self) -> bool: ...
+
+    def needs_native_routing(self) -> bool: ...
+
+    def prepare(self, hidden: Tensor, router: Router | None) -> tuple[Tensor, Context]: ...
+
+    def record_routing(
+        self, tokens: Tensor, routing: Routing, context: Context, losses: Any, weights: Tensor | None = None
+    ) -> Tensor: ...
+
+
 class ReroutedGate:
     """Mixin for the class of a family's gate: the gate's forward calls a router.
 
@@ -58,7 +73,7 @@ class ReroutedGate:
     """
 
     holdfast: Router | None
-    context_capture: Any  # a `ContextCapture`, set by `ModelHooks`
+    context_capture: Capture  # set by `ModelHooks`
     rule: Rule
     losses: Any
     training: bool
@@ -67,29 +82,22 @@ class ReroutedGate:
 
     def forward(self, hidden_states: Tensor, *extra: Any, **named: Any) -> tuple[Tensor, Tensor, Tensor]:
         """`extra` and `named` are for the family's own gate, such as a bias that its block has; the rule reads it there."""
-        capture = self.context_capture
-        if self.holdfast is None and (is_called_alone(self) or (capture.is_idle and not capture.needs_record)):
+        capture, router = self.context_capture, self.holdfast
+        if router is None and (is_called_alone(self) or capture.keeps_native_gate()):
             return super().forward(hidden_states, *extra, **named)  # type: ignore[misc, no-any-return]
-        tokens = capture.as_sequences(hidden_states)
-        context = capture.build_context(tokens)
-        if self.holdfast is None:
+        tokens, context = capture.prepare(hidden_states, router)
+        if router is None:
             output: tuple[Tensor, Tensor, Tensor] = super().forward(hidden_states, *extra, **named)  # type: ignore[misc]
             return self._record_native_routing(tokens, context, output)
-        return self._route_with_holdfast(self.holdfast, tokens, context)
-
-    def _route_with_holdfast(self, router: Router, tokens: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the router's routing in the form that the family's gate returns."""
-        self.context_capture.attach_router(router)
         routing = router(tokens, context)
-        weights = self.context_capture.record_routing(tokens, routing, context, router.losses)
-        experts = routing.experts
-        usable = context.usable_rows(tokens)
-        if usable is not None and router.select.ragged:
+        weights, experts = capture.record_routing(tokens, routing, context, router.losses), routing.experts
+        if context.token_mask is not None and router.select.ragged:
             # For such routers `_holdfast_experts` runs, which accepts unused slots; some functions of transformers do not.
+            usable = context.usable_rows(tokens)
+            assert usable is not None
             experts = experts.where(usable.view(-1, 1), routing.gates.shape[-1])
             weights = weights.where(usable.view(-1, 1), 0.0)
-        output = (routing.logits, weights, experts)
-        return output if self.usual_order else output[::-1]
+        return (routing.logits, weights, experts) if self.usual_order else (experts, weights, routing.logits)
 
     def _record_native_routing(
         self, tokens: Tensor, context: Context, output: tuple[Tensor, Tensor, Tensor]
@@ -99,9 +107,8 @@ class ReroutedGate:
         With recorded routes, replace its experts by them. A token whose recorded set is its live set keeps what it has.
         """
         capture = self.context_capture
-        has_losses = self.training and self.losses is not None and capture.collector.learning_enabled
-        wants_logits = capture.collector.wants_router_logits
-        if not (capture.is_read_by_next or has_losses or wants_logits or capture.needs_record):
+        has_losses = self.training and self.losses is not None and capture.learning
+        if not has_losses and not capture.needs_native_routing():
             return output
         routing = routing_from_gate(output, self.rule)
         logits, weights, experts = output if output[0].is_floating_point() else output[::-1]
@@ -156,7 +163,10 @@ def _set_class(gate: nn.Module, kind: type) -> None:
 def gate_weight(gate: Any, path: str) -> Tensor:
     """Return the weight or bias at `path` in a gate as numbers. Raise ValueError if they cannot be read."""
     owner, _, name = path.rpartition(".")
-    module = gate.get_submodule(owner)
+    module = gate.get_submodule(owner) if owner else gate
+    weight = module._parameters.get(name)
+    if type(weight) is nn.Parameter and weight.dtype in FLOATS and not hasattr(type(module), f"q{name}"):
+        return weight  # the usual case, in every forward; a class of quanto has a `qweight`
     if hasattr(module, "base_layer"):
         raise ValueError(f"PEFT has put an adapter on {owner} of a gate, which a router cannot read; leave gates out of it.")
     # `get_parameter` would fail while a PEFT adapter adds to the weight: then the weight is not a parameter.
@@ -186,7 +196,8 @@ class GateScore(LinearScore):
         return None if self.bias_name is None else gate_weight(self.__dict__["gate"], self.bias_name).float()
 
     def finish(self, projected: Tensor) -> Tensor:
-        return projected if self.bias is None else projected + self.bias
+        bias = self.bias
+        return projected if bias is None else projected + bias
 
     def order(self, tokens: Tensor, context: Context) -> Order:
         return Order(self.matrix, self.bias)
@@ -201,7 +212,7 @@ class SparseLayer(nn.Module):
     The router's selector declares how experts run: as in `holdfast.MoE`, `holdfast.SoftMoE` or `holdfast.SMEAR`.
     """
 
-    context_capture: Any  # a `ContextCapture`, set by `ModelHooks`
+    context_capture: Capture  # set by `ModelHooks`
 
     def __init__(
         self, router: Router, experts: Experts, dropout: nn.Module | None = None, shared: nn.Module | None = None
@@ -212,13 +223,10 @@ class SparseLayer(nn.Module):
         self.__dict__["former"] = None
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        capture = self.context_capture
-        router = active_module(self.router)
-        capture.attach_router(router)
-        shape = hidden_states.shape
-        hidden_states = hidden_states if hidden_states.dim() == 3 else capture.as_sequences(hidden_states)
-        context = capture.build_context(hidden_states)
-        routing = self.router(hidden_states, context)
+        capture, called, shape = self.context_capture, self.router, hidden_states.shape
+        router = active_module(called)
+        hidden_states, context = capture.prepare(hidden_states, router)
+        routing = called(hidden_states, context)
         weights = capture.record_routing(hidden_states, routing, context, router.losses)
         tokens = context.zero_unusable(hidden_states)
         most_rows = None if context.replayed is not None else router.select.most_rows(routing.experts.shape[0])
@@ -254,16 +262,6 @@ class ConfigView:
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self.__dict__["config"], name, value)
 
-    @contextmanager
-    def unmodified(self) -> Iterator[Any]:
-        """Inside the `with`, return the config's own value for the entry: native functions read their name from it."""
-        override = self.__dict__["override"]
-        override.is_active = False
-        try:
-            yield self.__dict__["config"]
-        finally:
-            override.is_active = True
-
 
 def override_config(module: Any, attribute: str) -> None:
     """Make `module` use Holdfast's function: give it a view of its config in which `attribute` is "holdfast"."""
@@ -292,10 +290,14 @@ def _attention_with_capture(
     """Run the model's own attention function and pass its arguments to the MoE layer's `ContextCapture`."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    with module.config.unmodified() as config:
-        eager = sys.modules[type(module).__module__].__dict__["eager_attention_forward"]
-        native = ALL_ATTENTION_FUNCTIONS.get_interface(getattr(config, ATTENTION), eager)
+    view = module.config.__dict__
+    eager = sys.modules[type(module).__module__].__dict__["eager_attention_forward"]
+    native = ALL_ATTENTION_FUNCTIONS.get_interface(getattr(view["config"], ATTENTION), eager)
+    view["override"].is_active = False  # the native function reads its name from the config
+    try:
         result = native(module, query, key, value, attention_mask, **options)
+    finally:
+        view["override"].is_active = True
     module.context_capture.capture_attention(query, key, value, attention_mask, options)
     return result
 

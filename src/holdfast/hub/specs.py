@@ -21,7 +21,7 @@ from holdfast.routing.registry import HostModel
 from holdfast.routing.selection import Rule, Softmax
 from holdfast.version import VERSION
 
-FORMAT = 4
+FORMAT = 1
 MOST_SHARED = 1024  # in a config from a folder
 NOT_A_ROUTER = (
     "SoftMoE and SMEAR are layers of their own, and reroute changes the routers of MoE layers only; make such layers from a "

@@ -27,11 +27,11 @@ from holdfast.auditing.model_and_data import AuditedModel, evaluation_mode, weig
 from holdfast.auditing.run import is_rerouted
 from holdfast.hub import calibrate, reroute, restore, trace
 from holdfast.hub.context import NOT_CAUSAL
+from holdfast.hub.forwards import ROUTED_EXPERTS
 from holdfast.hub.install import hooks_of
 from holdfast.hub.layers import moe_layers
 from holdfast.replaying import RoutedModel, Routes
 from holdfast.replaying.routes import join_layers
-from holdfast.routing.forward_routes import ROUTED_EXPERTS
 from holdfast.routing.replaying import NO_RECORD
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -185,7 +185,7 @@ def reason_against(remedy: str, model: Any) -> str | None:
     """Return why a model cannot have a remedy; None if it can."""
     layers, hooks = moe_layers(model), hooks_of(model)
     own = [layer.router is not None for layer in layers]
-    if remedy == REPLAY and hooks is not None and hooks.collector.replay.layers < len(layers):
+    if remedy == REPLAY and hooks is not None and hooks.forwards.layers < len(layers):
         return 'some layers were not rerouted and cannot replay; holdfast.reroute(model, "native@...") makes them able to.'
     if remedy == SMOOTH and is_rerouted(layers):
         return "the model is already rerouted, and its routers could not be put back afterwards."

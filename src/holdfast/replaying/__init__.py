@@ -1,8 +1,7 @@
 """Record the routes of a model and replay them: the same experts again, with live weights and gradients.
 
 routed_model.py     the MoE layers that routes belong to
-routes.py           `Routes`: recorded experts, from a trace, from sequences or from a file
-sequences.py        records of single sequences, as inference engines return them, and their places in a batch
+routes.py           `Routes`: recorded experts, from a trace, from an inference engine's sequences or from a file
 forwards.py         `replay`, for one forward, and `record`, during `generate`
 trl.py              `RolloutReplay`, for TRL's GRPO trainer
 """

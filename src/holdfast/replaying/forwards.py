@@ -28,7 +28,7 @@ def replay(model: nn.Module, routes: Routes | Tensor) -> Iterator[None]:
     hooks = require_hooks(model)
     checked = routes if isinstance(routes, Routes) else Routes.from_tensor(routes, model)
     checked.require_model(model)
-    with without_compilation(), hooks.collector.replay.once(checked):
+    with without_compilation(), hooks.forwards.once(checked):
         yield
 
 

@@ -9,9 +9,9 @@ from torch import nn
 
 from holdfast.files import DEEPEST, depth_exceeds
 from holdfast.hub.families import text_config
+from holdfast.hub.forwards import require_no_copies
 from holdfast.hub.install import specs_of
 from holdfast.hub.layers import moe_layers
-from holdfast.routing.forward_routes import require_no_copies
 
 MOST_LAYERS, MOST_EXPERTS = 4096, 2**15 - 1  # of routes from a file; an expert is an int16
 
@@ -71,16 +71,15 @@ class RoutedModel:
             raise ValueError("the description of its model is not JSON.") from None
         if not isinstance(found, dict) or depth_exceeds(found, DEEPEST) or set(found) != set(cls.__dataclass_fields__):
             raise ValueError("the description of its model does not have the entries of a holdfast.Routes.")
-        lists = [found["places"], found["experts"], found["k"]]
-        if not all(isinstance(each, list) and len(each) == len(lists[0]) <= MOST_LAYERS for each in lists):
+        lists = places, experts, k = found["places"], found["experts"], found["k"]
+        if not all(isinstance(each, list) and 0 < len(each) == len(places) <= MOST_LAYERS for each in lists):
             raise ValueError("the description of its model has no equally long lists of layers.")
-        numbers = [found["all_layers"], *lists[0], *lists[1], *(k for k in lists[2] if k is not None)]
+        numbers = [found["all_layers"], *places, *experts, *(count for count in k if count is not None)]
         if not isinstance(found["model_type"], str) or not all(type(each) is int for each in numbers):
             raise ValueError("the description of its model has entries of wrong types.")
-        sizes_fit = all(1 <= count <= MOST_EXPERTS for count in lists[1]) and all(place >= 0 for place in lists[0])
-        if not lists[0] or not sizes_fit:
+        if not all(1 <= count <= MOST_EXPERTS for count in experts) or min(places) < 0:
             raise ValueError("the description of its model has impossible numbers of layers or experts.")
-        return cls(found["model_type"], tuple(lists[0]), found["all_layers"], tuple(lists[1]), tuple(lists[2]))
+        return cls(found["model_type"], tuple(places), found["all_layers"], tuple(experts), tuple(k))
 
 
 def unwrapped(model: Any) -> Any:

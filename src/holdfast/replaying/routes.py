@@ -1,22 +1,40 @@
-"""`Routes`: the experts of every token in every MoE layer of a model, recorded in one run to be replayed in another."""
+"""`Routes`: the experts of every token in every MoE layer of a model, recorded in one run to be replayed in another.
 
+An inference engine returns the experts of a sequence as (n, L, K), where n is the number of its tokens, or one fewer:
+nothing is computed for the last token. L counts the MoE layers, or all layers, and then values of dense layers mean nothing.
+`Routes.from_sequences` puts such records at their places in a batch of a trainer.
+
+    vLLM     `output.routed_experts`, a numpy array
+    SGLang   `meta_info["routed_experts"]`, base64 of int32 numbers; with `routed_experts_start_len`, from that token on
+    others   base64 of a .npy file
+
+B rows of N tokens in the batch, S sequences
+"""
+
+import base64
+import binascii
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from holdfast.files import require_regular, write_atomically
 from holdfast.hub.tracing import Trace
 from holdfast.replaying.routed_model import RoutedModel
-from holdfast.replaying.sequences import place_records, spans_of
 from holdfast.routing import Routing
 from holdfast.routing.replaying import NO_RECORD, require_values
 
 FORMAT = "1"
 LARGEST_INT8 = 127
+NPY = b"\x93NUMPY"
+Span = tuple[int, Tensor]  # a row of the batch, and the positions of a sequence's tokens in it
+PLACES = "attention_mask, position_ids or cu_seq_lens"
 
 
 @final
@@ -76,9 +94,9 @@ class Routes:
         Tokens without a record, such as the last one of each sequence, are routed live.
         """
         of = model if isinstance(model, RoutedModel) else RoutedModel.from_model(model)
-        shape, spans = spans_of(attention_mask, position_ids, cu_seq_lens)
+        shape, spans = _spans_of(attention_mask, position_ids, cu_seq_lens)
         starts = [start] * len(spans) if isinstance(start, int) else list(start)
-        return cls.from_tensor(place_records(sequences, starts, shape, spans, of), of)
+        return cls.from_tensor(_place_records(sequences, starts, shape, spans, of), of)
 
     def __len__(self) -> int:
         return len(self.experts)
@@ -167,3 +185,159 @@ def join_layers(routings: list[Routing], shape: tuple[int, int], token_mask: Ten
     first = layers[0].device
     joined = torch.stack([layer.to(first) for layer in layers], dim=1).unflatten(0, shape)
     return joined if token_mask is None else joined.where(token_mask.view(*shape, 1, 1).to(first), NO_RECORD)
+
+
+def _spans_of(
+    attention_mask: Tensor | None, position_ids: Tensor | None, cu_seq_lens: Tensor | None
+) -> tuple[tuple[int, int], list[Span]]:
+    """Return the shape (B,N) of a batch and the places of its sequences; exactly one argument must be given."""
+    if sum(each is not None for each in (attention_mask, position_ids, cu_seq_lens)) != 1:
+        raise ValueError(f"the places of the sequences in the batch are unknown: give one of {PLACES}.")
+    if attention_mask is not None:
+        mask = _two_dimensional(attention_mask, "attention_mask") != 0
+        return (mask.shape[0], mask.shape[1]), [(row, real.nonzero().flatten()) for row, real in enumerate(mask)]
+    if position_ids is not None:
+        return _packed(_two_dimensional(position_ids, "position_ids"))
+    assert cu_seq_lens is not None
+    ends = torch.as_tensor(cu_seq_lens).flatten().long().cpu()
+    if len(ends) < 2 or int(ends[0]) != 0 or bool((ends.diff() <= 0).any()):
+        raise ValueError(f"cu_seq_lens are {ends.tolist()[:8]}; expected growing numbers from 0 to the number of tokens.")
+    spans = [(0, torch.arange(first, last)) for first, last in pairwise(ends.tolist())]
+    return (1, int(ends[-1])), spans
+
+
+def _two_dimensional(given: Tensor, name: str) -> Tensor:
+    values = torch.as_tensor(given).cpu()
+    if values.dim() != 2:
+        raise ValueError(f"{name} has shape {tuple(values.shape)}; expected (B, N).")
+    return values
+
+
+def _packed(position_ids: Tensor) -> tuple[tuple[int, int], list[Span]]:
+    """Return the shape of `position_ids (B,N)` and the sequences in its rows, each of which counts from 0."""
+    spans: list[Span] = []
+    for row, positions in enumerate(position_ids):
+        starts = (positions == 0).nonzero().flatten()
+        ends = [*starts[1:].tolist(), len(positions)]
+        for first, last in zip(starts.tolist(), ends, strict=True):
+            spans.append((row, torch.arange(first, last)))
+        counted = torch.cat([torch.arange(len(places)) for at, places in spans if at == row] or [torch.empty(0)])
+        if not torch.equal(counted.long(), positions.long()):
+            raise ValueError(
+                f"position_ids do not count from 0 in each sequence of row {row}; for padded rows, give attention_mask."
+            )
+    return (position_ids.shape[0], position_ids.shape[1]), spans
+
+
+def _place_records(
+    sequences: Sequence[Any], starts: Sequence[int], shape: tuple[int, int], spans: list[Span], of: RoutedModel
+) -> Tensor:
+    """Return (B,N,L,K) int64: the records of `sequences` at the places of their tokens, and -1 everywhere else."""
+    if len(sequences) != len(spans) or len(starts) != len(spans):
+        raise ValueError(f"there are {len(sequences)} records and {len(starts)} starts for {len(spans)} sequences.")
+    pieces: list[tuple[Span, Tensor]] = []
+    for number, (record, start, (row, places)) in enumerate(zip(sequences, starts, spans, strict=True)):
+        taken = torch.zeros(len(places), dtype=torch.bool)
+        whole = not _is_pieces(record)
+        for first, piece in [(start, record)] if whole else record:
+            if piece is None:
+                continue
+            name = f"sequence {number}"
+            if type(first) is not int or not 0 <= first <= len(places):
+                raise ValueError(f"{name}: its record starts at {first!r}, but it has {len(places)} tokens.")
+            rows = _as_record(piece, len(places) - first, of, name)
+            left = len(places) - first - len(rows)
+            if left < 0 or (whole and left > 1):
+                raise ValueError(
+                    f"{name}: its record has {len(rows)} rows from token {first} on, but the sequence has {len(places)} "
+                    "tokens; expected one row for each token, or for all but the last."
+                )
+            if bool(taken[first : first + len(rows)].any()):
+                raise ValueError(f"{name}: two pieces of its record are of the same tokens.")
+            taken[first : first + len(rows)] = True
+            pieces.append(((row, places[first : first + len(rows)]), rows))
+    slots = max([rows.shape[-1] for _, rows in pieces] + [max((k or 1) for k in of.k)])
+    routes = torch.full((*shape, of.layers, slots), NO_RECORD)
+    for (row, places), rows in pieces:
+        unused = torch.tensor(of.experts).view(1, -1, 1).expand(len(rows), -1, slots - rows.shape[-1])
+        unused = unused.where((rows >= 0).all(-1, keepdim=True), NO_RECORD)
+        routes[row, places] = torch.cat([rows, unused], dim=-1)
+    return routes
+
+
+def _is_pieces(record: Any) -> bool:
+    """Whether a record is a list of pairs (first token, record), for a sequence of several turns."""
+    return isinstance(record, list | tuple) and all(isinstance(piece, tuple) and len(piece) == 2 for piece in record)
+
+
+def _as_record(given: Any, tokens: int, of: RoutedModel, name: str) -> Tensor:
+    """Return the record of one sequence as (n,L,K) int64, L the MoE layers. Raise ValueError if it does not fit."""
+    values = _as_array(given, name)
+    if values.dtype.kind not in "iu":
+        raise ValueError(f"{name}: its record has numbers of type {values.dtype}; expected integers.")
+    if values.ndim == 1:
+        values = _reshaped(values, tokens, of, name)
+    if values.ndim != 3:
+        raise ValueError(f"{name}: its record has shape {values.shape}; expected (tokens, layers, slots).")
+    layers = values.shape[1]
+    if layers not in (of.layers, of.all_layers):
+        dense = f", or {of.all_layers} with the dense ones" if of.all_layers != of.layers else ""
+        raise ValueError(f"{name}: its record has {layers} layers; this model has {of.layers} MoE layers{dense}.")
+    if layers != of.layers:
+        values = values[:, list(of.places)]
+    rows = torch.from_numpy(values.astype(np.int64))
+    _require_slots(rows.shape[-1], of, name)
+    for index, (experts, k) in enumerate(zip(of.experts, of.k, strict=True)):
+        require_values(rows[:, index], experts, k, f"{name}, {of.layer_name(index)}")
+    return rows
+
+
+def _require_slots(slots: int, of: RoutedModel, name: str) -> None:
+    """Raise ValueError if records have another number of slots than the tokens of the model have experts."""
+    fixed = [k for k in of.k if k is not None]
+    if not fixed or slots == max(fixed) or (len(fixed) < len(of.k) and slots > max(fixed)):
+        return
+    k = max(fixed)
+    if slots == k + 1:
+        raise ValueError(
+            f"{name}: its record has {slots} slots, and this model selects k = {k} experts: the engine has fused the shared "
+            "expert into the routed ones; switch that off (SGLang: --disable-shared-experts-fusion)."
+        )
+    raise ValueError(f"{name}: its record has {slots} slots, but this model selects k = {k} experts for each token.")
+
+
+def _as_array(given: Any, name: str) -> Any:
+    """Return a record as a numpy array; one of base64 without a shape has one dimension."""
+    if isinstance(given, Tensor):
+        return given.detach().cpu().numpy()
+    if isinstance(given, np.ndarray):
+        return given
+    if isinstance(given, str | bytes):
+        try:
+            data = base64.b64decode(given, validate=True)
+        except (binascii.Error, ValueError):
+            raise ValueError(f"{name}: its record is text that is not base64.") from None
+        try:
+            if data.startswith(NPY):
+                return np.load(io.BytesIO(data), allow_pickle=False)
+            return np.frombuffer(data, dtype="<i4")
+        except (ValueError, EOFError, OSError):
+            raise ValueError(f"{name}: its record is base64 of neither int32 numbers nor a .npy file.") from None
+    try:
+        return np.asarray(given)
+    except ValueError:
+        raise ValueError(f"{name}: its record is a list of rows of different lengths.") from None
+
+
+def _reshaped(values: Any, tokens: int, of: RoutedModel, name: str) -> Any:
+    """Return flat numbers as (n,L,K), for the n, L and K that they can have."""
+    k = max((k for k in of.k if k is not None), default=0)
+    for slots in (k, k + 1):
+        for layers in dict.fromkeys((of.layers, of.all_layers)):
+            for rows in (tokens, tokens - 1):
+                if slots and rows >= 0 and rows * layers * slots == values.size:
+                    return values.reshape(rows, layers, slots)
+    raise ValueError(
+        f"{name}: its record has {values.size} numbers, but {tokens} tokens (or one fewer) in {of.layers} MoE layers with "
+        f"k = {k} have {tokens * of.layers * k}; is it of another model, or is start= missing?"
+    )

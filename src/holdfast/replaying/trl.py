@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from holdfast.hub.forwards import ROUTED_EXPERTS
 from holdfast.replaying.forwards import record, require_hooks
 from holdfast.replaying.routed_model import RoutedModel
 from holdfast.replaying.routes import Routes
-from holdfast.routing.forward_routes import ROUTED_EXPERTS
 from holdfast.routing.replaying import NO_RECORD
 
 

@@ -147,17 +147,21 @@ class Router(nn.Module):
         if torch.jit.is_tracing() or is_exporting():  # type: ignore[attr-defined]
             refuse_tracing(self.layer, self.select, self.training)
         context = context or Context()
-        self._refuse_cache(context)
+        if context.cache is not None:
+            self._refuse_cache(context)
         tokens = checked_tokens(tokens, self)
-        real, usable = context.checked_mask(tokens), context.usable_rows(tokens)
-        tokens = tokens if usable is None else tokens.where(usable.unsqueeze(-1), 0.0)
+        real = usable = None
+        if context.token_mask is not None:
+            real, usable = context.checked_mask(tokens), context.usable_rows(tokens)
+            assert usable is not None
+            tokens = tokens.where(usable.unsqueeze(-1), 0.0)
         with _without_autocast(tokens.device.type):
             routing = self._route(tokens, context, real, usable)
         wait_for_side_stream(tokens)
         return routing
 
     def _refuse_cache(self, context: Context) -> None:
-        if context.cache is not None and not self.traits.cacheable:
+        if not self.traits.cacheable:
             raise ValueError(
                 "this router declares cacheable=False: with a RouterCache its routing is not that of one forward; pass "
                 "all tokens in one forward, without a cache."
@@ -165,36 +169,39 @@ class Router(nn.Module):
 
     def _route(self, tokens: Tensor, context: Context, real: Tensor | None, usable: Tensor | None) -> Routing:
         """Return the routing, stage by stage, and in training its losses."""
-        parts = self.all_parts
+        parts, score, select = self.all_parts, self.score, self.select
         if self.training:  # update state with the statistics that parts collected in the previous training batch
             for part in parts:
                 if isinstance(part, StatefulPart):
                     part.begin_training_forward()
-        logits = self._require_finite(self.score(tokens, context), tokens, real)  # score, and cluster if there is one
+        logits = self._require_finite(score(tokens, context), tokens, real)  # score, and cluster if there is one
         slots = None
-        if self.score.slots is not None:  # the softmax of these logits is the sum over an expert's slots
-            slots = logits.unflatten(-1, (self.experts, self.score.slots))
+        if score.slots is not None:  # the softmax of these logits is the sum over an expert's slots
+            slots = logits.unflatten(-1, (self.experts, score.slots))
             logits = slots.logsumexp(-1)
         scores = self._inform(logits, tokens, context, real, slots)
-        if self.training and self.learning and self.select.noise is not None:
-            scores = self.select.with_noise(self.select.noise, scores, tokens)
-        selection = self.select(scores, tokens, context)
+        if self.training and self.learning and select.noise is not None:
+            scores = select.with_noise(select.noise, scores, tokens)
+        selection = select(scores, tokens, context)
         if context.replayed is not None:
             selection = replay_record(self.select, selection, scores, context.replayed, self.layer)
         weights = selection.weights if self.scale == 1 else selection.weights * self.scale
-        losses = dict(selection.losses)
+        gates, shares, losses = selection.gates, selection.shares, dict(selection.losses)
+        if usable is not None:
+            logits, gates, weights = (_detach_unusable(values, usable) for values in (logits, gates, weights))
+            shares = None if shares is None else _detach_unusable(shares, usable)
         routing = Routing(
-            logits=_detach_unusable(logits, usable).flatten(0, 1),
-            gates=_detach_unusable(selection.gates, usable).flatten(0, 1),
+            logits=logits.flatten(0, 1),
+            gates=gates.flatten(0, 1),
             experts=selection.experts.flatten(0, 1),
-            weights=_detach_unusable(weights, usable).flatten(0, 1),
+            weights=weights.flatten(0, 1),
             losses=losses,
             requested=None if selection.requested is None else selection.requested.flatten(0, 1),
             dropped=None if selection.dropped is None else selection.dropped.flatten(),
             balance_groups=self._balance_groups(parts, tokens, context),
             rows=None if selection.rows is None else selection.rows.flatten(),
             dispatch=None if selection.dispatch is None else selection.dispatch.flatten(0, 1),
-            shares=None if selection.shares is None else _detach_unusable(selection.shares, usable).flatten(0, 1),
+            shares=None if shares is None else shares.flatten(0, 1),
         )
         if self.training and self.learning and self.losses is not None:
             losses |= self.losses(routing, real)
@@ -203,7 +210,7 @@ class Router(nn.Module):
     def _inform(self, logits: Tensor, tokens: Tensor, context: Context, real: Tensor | None, slots: Tensor | None) -> Scores:
         """Return the `Scores` that the selector reads: the gates of `logits (B,N,E)`, mixed by the informers."""
         gates = self.select.gate(logits)
-        informers = [informer for informer in self.informers if not informer.inert]
+        informers = [informer for informer in self.informers if not informer.inert] if len(self.inform) else []
         if not informers:
             return Scores(logits, gates, informed=False, raw=logits, slots=slots)
         for informer in informers:
@@ -216,6 +223,8 @@ class Router(nn.Module):
         """Return (T,G) bool: the groups of tokens whose load is balanced separately; None if no part declares groups."""
         groups = None
         for part in parts:
+            if type(part).balance_groups is Part.balance_groups:  # most parts: this saves their calls
+                continue
             of_part = part.balance_groups(tokens, context)
             if of_part is not None:
                 groups = of_part if groups is None else (groups.unsqueeze(-1) & of_part.unsqueeze(-2)).flatten(-2)
@@ -282,12 +291,10 @@ def _without_autocast(device: str) -> AbstractContextManager[object]:
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
-def _detach_unusable(values: Tensor, usable: Tensor | None) -> Tensor:
+def _detach_unusable(values: Tensor, usable: Tensor) -> Tensor:
     """Return `values (B,N,...)`, detached in rows that are not `usable (B,N)`.
 
     Rows of padding that contain NaN are not usable. A model's native experts return NaN as the gradient of such rows, and
     that gradient must not reach the router.
     """
-    if usable is None:
-        return values
     return torch.where(usable.view(*usable.shape, *[1] * (values.dim() - 2)), values, values.detach())

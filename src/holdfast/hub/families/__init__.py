@@ -1,12 +1,9 @@
 """The model families that Holdfast supports, and no branches on family names anywhere else.
 
-rows            what Holdfast must know about an MoE family, and the families that have a row of their own
-recognition     make the row of a family that follows the common contract of transformers
-gate_check      check the declared rule of a gate, by measurement
-rules           how gates rank and weight experts
+moe             what Holdfast must know about an MoE family, the families with a row of their own, and the rules of gates
+recognition     make the row of a family that follows the common contract of transformers, and check gates by measurement
 dense           the dense families, and how a feed-forward network becomes an expert
-lookup          find the family of a model, and its layers
-model_facts     what a config says about a model's inputs
+lookup          find the family of a model and its layers, and what its config says about its inputs
 """
 
 from holdfast.hub.families.dense import DENSE_FAMILIES as DENSE_FAMILIES
@@ -18,22 +15,22 @@ from holdfast.hub.families.dense import device_and_dtype as device_and_dtype
 from holdfast.hub.families.dense import initial_std as initial_std
 from holdfast.hub.families.dense import linear_shape as linear_shape
 from holdfast.hub.families.dense import new_experts as new_experts
+from holdfast.hub.families.lookup import as_token_ids as as_token_ids
 from holdfast.hub.families.lookup import check_registered as check_registered
 from holdfast.hub.families.lookup import dense_family as dense_family
 from holdfast.hub.families.lookup import dense_layers as dense_layers
 from holdfast.hub.families.lookup import find_submodule as find_submodule
 from holdfast.hub.families.lookup import has_experts as has_experts
+from holdfast.hub.families.lookup import image_tokens as image_tokens
 from holdfast.hub.families.lookup import layers_of as layers_of
 from holdfast.hub.families.lookup import mixer_of as mixer_of
+from holdfast.hub.families.lookup import modality_of as modality_of
 from holdfast.hub.families.lookup import moe_family as moe_family
 from holdfast.hub.families.lookup import register_family as register_family
-from holdfast.hub.families.model_facts import as_token_ids as as_token_ids
-from holdfast.hub.families.model_facts import image_tokens as image_tokens
-from holdfast.hub.families.model_facts import modality_of as modality_of
-from holdfast.hub.families.model_facts import text_config as text_config
-from holdfast.hub.families.rows import MOE_FAMILIES as MOE_FAMILIES
-from holdfast.hub.families.rows import MoEFamily as MoEFamily
-from holdfast.hub.families.rules import GateRule as GateRule
-from holdfast.hub.families.rules import GroupedSigmoid as GroupedSigmoid
-from holdfast.hub.families.rules import detached_routing as detached_routing
-from holdfast.hub.families.rules import routing_from_gate as routing_from_gate
+from holdfast.hub.families.lookup import text_config as text_config
+from holdfast.hub.families.moe import MOE_FAMILIES as MOE_FAMILIES
+from holdfast.hub.families.moe import GateRule as GateRule
+from holdfast.hub.families.moe import GroupedSigmoid as GroupedSigmoid
+from holdfast.hub.families.moe import MoEFamily as MoEFamily
+from holdfast.hub.families.moe import detached_routing as detached_routing
+from holdfast.hub.families.moe import routing_from_gate as routing_from_gate

@@ -76,6 +76,7 @@ _GATED: dict[str, Any] = {
     "gated": True,
 }
 _ENCODER: dict[str, Any] = {"place": "mlp", "up": ("mlp.fc1",), "down": "mlp.fc2", "gated": False}
+_TOWER: dict[str, Any] = {**_ENCODER, "attention": "self_attn", "projection": "self_attn.out_proj"}
 _BERT: dict[str, Any] = {
     "place": "intermediate",
     "up": ("intermediate.dense",),
@@ -115,22 +116,18 @@ def _t5(layer: int, gated: bool) -> dict[str, Any]:
     }
 
 
+def _alike(*model_types: str, **row: Any) -> list[DenseFamily]:
+    """Return the rows of families with the same layers."""
+    return [DenseFamily(model_type, **row) for model_type in model_types]
+
+
 DENSE_FAMILIES = {
     family.model_type: family
     for family in (
-        DenseFamily("llama", **_GATED),
-        DenseFamily("qwen3", **_GATED),
+        *_alike("llama", "qwen3", "mistral", "qwen2", "gemma", **_GATED),
+        *_alike("olmo2", "smollm3", "granite", "cohere", "stablelm", **_GATED),
+        *_alike("gemma2", "gemma3_text", **_GATED, activation="hidden_activation"),
         DenseFamily("llava", **_GATED),  # with a Llama
-        DenseFamily("mistral", **_GATED),
-        DenseFamily("qwen2", **_GATED),
-        DenseFamily("gemma", **_GATED),
-        DenseFamily("gemma2", **_GATED, activation="hidden_activation"),
-        DenseFamily("gemma3_text", **_GATED, activation="hidden_activation"),
-        DenseFamily("olmo2", **_GATED),
-        DenseFamily("smollm3", **_GATED),
-        DenseFamily("granite", **_GATED),
-        DenseFamily("cohere", **_GATED),
-        DenseFamily("stablelm", **_GATED),
         DenseFamily("phi3", **{**_GATED, "up": ("mlp.gate_up_proj",)}),
         DenseFamily("phi", attention="self_attn", projection="self_attn.dense", **_ENCODER),
         DenseFamily(
@@ -172,10 +169,7 @@ DENSE_FAMILIES = {
             **_FOUR_H,
         ),
         DenseFamily("opt", **_IN_LAYER),
-        DenseFamily("bert", **_BERT),
-        DenseFamily("roberta", **_BERT),
-        DenseFamily("xlm-roberta", **_BERT),
-        DenseFamily("electra", **_BERT),
+        *_alike("bert", "roberta", "xlm-roberta", "electra", **_BERT),
         DenseFamily("deberta-v2", **_BERT, own_attention=True, causal=False),
         DenseFamily(
             "mpnet",
@@ -214,8 +208,7 @@ DENSE_FAMILIES = {
                 DenseFamily("t5", **_t5(2, gated=True)),
             ),
         ),
-        DenseFamily("bart", **_IN_LAYER, zero_dropout="activation_dropout", reads_token_ids=False),
-        DenseFamily("whisper", **_IN_LAYER, zero_dropout="activation_dropout", reads_token_ids=False),
+        *_alike("bart", "whisper", **_IN_LAYER, zero_dropout="activation_dropout", reads_token_ids=False),
         DenseFamily(
             "wav2vec2",
             "feed_forward",
@@ -228,8 +221,7 @@ DENSE_FAMILIES = {
             inner_dropout="feed_forward.intermediate_dropout",
             reads_token_ids=False,
         ),
-        DenseFamily("vit", attention="attention", projection="attention.o_proj", **_ENCODER),
-        DenseFamily("deit", attention="attention", projection="attention.o_proj", **_ENCODER),
+        *_alike("vit", "deit", attention="attention", projection="attention.o_proj", **_ENCODER),
         DenseFamily(
             "dinov2",
             attention="attention",
@@ -248,12 +240,8 @@ DENSE_FAMILIES = {
         ),
         DenseFamily("swin", attention="attention", projection="attention.o_proj", windowed=True, **_ENCODER),
         DenseFamily("swinv2", **_BERT, windowed=True),
-        DenseFamily("siglip", attention="self_attn", projection="self_attn.out_proj", **_ENCODER),
-        DenseFamily("siglip_text_model", attention="self_attn", projection="self_attn.out_proj", **_ENCODER),
-        DenseFamily("siglip_vision_model", attention="self_attn", projection="self_attn.out_proj", **_ENCODER),
-        DenseFamily("clip", attention="self_attn", projection="self_attn.out_proj", **_ENCODER),
-        DenseFamily("clip_text_model", attention="self_attn", projection="self_attn.out_proj", **_ENCODER),
-        DenseFamily("clip_vision_model", attention="self_attn", projection="self_attn.out_proj", **_ENCODER),
+        *_alike("siglip", "siglip_text_model", "siglip_vision_model", **_TOWER),
+        *_alike("clip", "clip_text_model", "clip_vision_model", **_TOWER),
     )
 }
 
