@@ -140,10 +140,3 @@ def test_plugins_are_found_in_every_layer() -> None:
     finally:
         loaded._plugins.pop()
         REGISTRY.remove("own")
-
-
-def test_a_choice_with_an_option_of_another_meaning_is_not_the_same() -> None:
-    """`skip` of `ac` counted the first layer, too: results of the two counts must not share a folder."""
-    assert parse_routers("ac[skip=1]")[0].describe()["option_versions"] == {"skip": 2}
-    assert "option_versions" not in parse_routers("ac")[0].describe()
-    assert "option_versions" not in parse_routers("smoe")[0].describe()

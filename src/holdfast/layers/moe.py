@@ -40,7 +40,7 @@ class RoutedLayer(nn.Module, ABC):
         self.router, self.experts, self.shared = router, experts, shared
 
     def forward(self, tokens: Tensor, context: Context | None = None) -> tuple[Tensor, Routing]:
-        if context is not None and context.causal and self.router.select.refuses_causal:
+        if context is not None and context.causal and self.router.select.declares.refuses_causal:
             raise ValueError(not_causal(LAYER_NAMES[self.kind]))
         if context is not None and context.token_mask is not None:
             tokens = context.zero_unusable(tokens.view(*context.token_mask.shape, -1)).view(tokens.shape)

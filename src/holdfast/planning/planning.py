@@ -196,11 +196,7 @@ def _sequence(config: Any, requested: int | None) -> int:
 def _plan_router(label: str, shape: ModelShape, setting: Setting, workload: Workload) -> Planned:
     tokens, number_bytes, checkpointing = setting.sequence * workload.batch, setting.number_bytes, workload.checkpointing
     memory = training_memory(shape, tokens, number_bytes, checkpointing)
-    notes = {sparse.active.about for sparse in shape.sparse} | {
-        f"{part}: cost not declared, only its parameters and state are counted"
-        for sparse in shape.sparse
-        for part in sparse.undeclared
-    }
+    notes = {note for sparse in shape.sparse for note in (sparse.active.about, *sparse.notes)}
     return Planned(
         router=label,
         parameters=shape.parameters,

@@ -1,7 +1,7 @@
 """FLOPs, memory and communication of a model whose shape is known.
 
 FLOPs per token: a multiply-add counts 2, only matrix products count, a backward costs twice its forward. Causal attention
-counts the half that it needs. Parts of routers declare their own FLOPs (`Part.cost`), because some of them have no backward.
+counts the half that it needs. Those of routers' parts are counted, because some of them have no backward.
 
 Memory in bytes, b bytes per number of the model:
 
@@ -103,8 +103,8 @@ def _flops(shape: ModelShape, setting: Setting, *, experts_as: str, part: str, t
             continue
         used = getattr(sparse.active, experts_as)
         experts += times * sparse.flops * used
-        for cost in sparse.costs:
-            parts[cost.part] = parts.get(cost.part, 0.0) + getattr(cost, part)
+        for name, flops in sparse.part_flops.items():
+            parts[name] = parts.get(name, 0.0) + getattr(flops, part)
     return Flops(
         projections=times * sum(layer.attention.projections for layer in shape.layers),
         mixing=times * sum(layer.attention.mixing for layer in shape.layers),

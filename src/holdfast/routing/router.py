@@ -65,18 +65,19 @@ class Router(nn.Module):
             count = sum(informer.side == side for informer in inform)
             if count > 1:
                 raise ValueError(f"there are {count} informers on the {side} side; a Router takes at most one on each side.")
-        if inform and not select.takes_informers:
+        declared = select.declares
+        if inform and not declared.takes_informers:
             raise ValueError(
                 f"{type(select).__name__} does not select by gates, so {type(inform[0]).__name__} would change nothing; "
                 "remove one of them."
             )
         for informer in inform:
-            if informer.side == "token" and score.scores_sequence:
+            if informer.side == "token" and score.declares.scores_sequence:
                 raise ValueError(
                     f"{type(score).__name__} gives all tokens of a sequence the same scores, so {type(informer).__name__} "
                     "would change nothing; remove one of them."
                 )
-        if select.asks_others and not score.scores_all:
+        if declared.asks_others and not score.declares.scores_all:
             raise ValueError(
                 f"{type(score).__name__} gives a token scores for its own experts only, so a token without a place has no "
                 'other expert to ask; limit it with policy="drop".'
@@ -87,7 +88,7 @@ class Router(nn.Module):
                     f"{type(select).__name__} has noise already; pass noise once, to the selector or the Router."
                 )
             select.noise = noise
-        if select.noise is not None and not select.takes_noise:
+        if select.noise is not None and not declared.takes_noise:
             raise ValueError(
                 f"{type(select).__name__} does not select by scores in training, so {type(select.noise).__name__} would "
                 "change nothing; remove the noise."
@@ -164,7 +165,7 @@ class Router(nn.Module):
     @property
     def fixed_sets(self) -> bool:
         """Whether no change of the tokens changes the experts of a token in evaluation."""
-        return self.select.fixed_sets or not (self.score.reads_tokens or self.informers)
+        return self.select.declares.fixed_sets or not (self.score.declares.reads_tokens or self.informers)
 
     @property
     def informed(self) -> bool:
@@ -328,7 +329,7 @@ class Router(nn.Module):
 
     def snapshot(self) -> dict[str, Tensor]:
         """Return the tensors of all parts to watch during training, by name."""
-        return {name: value for part in self.all_parts for name, value in part.snapshot().items()}
+        return {name: value for part in self.all_parts for name, value in part.declares.snapshot().items()}
 
     def progress(self, fraction: float) -> None:
         """Set the training progress, from 0 to 1, for parts that change a budget or k during training."""
@@ -351,7 +352,7 @@ class Router(nn.Module):
             )
         if not is_exporting() or not _is_exporting_to_onnx():
             return
-        if not self.select.in_onnx:
+        if not self.select.declares.in_onnx:
             raise ValueError(
                 f"{self.layer}: ONNX lacks operators that {type(self.select).__name__} needs; use torch.export.export, or "
                 "choose another router."

@@ -93,7 +93,7 @@ def bad_input(subject: RouterUnderTest) -> None:
     for value in (torch.nan, torch.inf):
         broken = tokens.clone()
         broken[1, 2, 3] = value
-        if router.score.reads_tokens:
+        if router.score.declares.reads_tokens:
             with _raises_value_error(f"a token that is {value}, in training", naming="model.layers.3.mlp"):
                 subject_router = subject.build()
                 subject_router.layer = "model.layers.3.mlp"
@@ -159,7 +159,7 @@ def determinism(subject: RouterUnderTest) -> None:
 def ties(subject: RouterUnderTest) -> None:
     """Check that of experts with equal levels the one with the lower index is selected first."""
     router, tokens = subject.build().eval(), subject.tokens(4, 33)
-    if router.select.fixed_sets:
+    if router.select.declares.fixed_sets:
         raise NotApplicable("it does not select by gates")
     router.score = _Rounded(router.score)
     routing = router(tokens, subject.context(tokens))
@@ -200,7 +200,7 @@ class _Rounded(Score):
 def causality(subject: RouterUnderTest) -> None:
     """Check that later tokens change the routing of earlier ones, in a causal context, only if causality is not declared.
 
-    Training traits are tested with batches that do not overflow (`Selector.overflow`).
+    Training traits are tested with batches that do not overflow (`SelectorDeclarations.overflow`).
     """
     for training in (False, True):
         moved = any(
@@ -321,7 +321,7 @@ def _nan_in_padding(subject: RouterUnderTest, tokens: Tensor, real: Tensor) -> N
 def batch_invariance(subject: RouterUnderTest) -> None:
     """Check that other sequences and padding change the routing of a token only if invariance is not declared.
 
-    Training traits are tested with batches that do not overflow (`Selector.overflow`).
+    Training traits are tested with batches that do not overflow (`SelectorDeclarations.overflow`).
     """
     for training in (False, True):
         if not (training and _draws(subject)):  # more tokens draw other random numbers

@@ -23,7 +23,6 @@ from holdfast.model_size import require_sane_numbers
 from holdfast.plugins import plugins_of
 from holdfast.routing.grammar import Limits, check_value, split_routers
 from holdfast.routing.layer_names import has_layers, preset_names, resolve_layers, written_name
-from holdfast.routing.presets import REGISTRY
 from holdfast.train.augmentation import AugmentPart
 
 LONGEST_TOKEN = 100  # most letters of the word that an attack swaps in
@@ -374,18 +373,9 @@ class RouterChoice:
         return replace(self, name=name, router=router, k=k)
 
     def describe(self) -> dict[str, Any]:
-        """Return the values that two results of the same router must share, and the checksums of its plugins if any.
-
-        Of options and parts whose meaning has changed, the number of the meaning is included.
-        """
+        """Return the values that two results of the same router must share, and the checksums of its plugins if any."""
         plugins = plugins_of(routers=preset_names(self.router))
-        versions: dict[str, int] = {}
-        for one in resolve_layers(self.router, None if has_layers(self.router) else self.options):
-            for part in REGISTRY.part_classes(one.router):
-                versions |= {name: number for name, number in part.option_versions.items() if name in one.options}
-                versions |= {part.__name__: part.definition} if part.definition > 1 else {}
-        described = {**asdict(self), **({"plugins": plugins} if plugins else {})}
-        return {**described, **({"option_versions": versions} if versions else {})}
+        return {**asdict(self), **({"plugins": plugins} if plugins else {})}
 
 
 def parse_routers(written: str) -> list[RouterChoice]:
