@@ -1,6 +1,4 @@
-"""Selectors: which experts run for a token, and with which weights. Ties go to the lower index, everywhere.
-
-    TopK    the k best experts, optionally with a growing k in training
+"""Top-k: the k best experts run for a token. Ties go to the lower index, everywhere.
 
 Thresholds are in `holdfast.routing.thresholds`, smooth top-k in `holdfast.routing.smoothing`. `Softmax` is the usual rule;
 rules of model families are in `holdfast.hub.families`.
