@@ -18,7 +18,9 @@ SOURCE = Path(__file__).parent.parent / "src" / "holdfast"
 LAYERS = [
     "version",
     "errors",
+    "checked",
     "files",
+    "stored",
     "plugins",
     "locking",
     "replacing",

@@ -39,13 +39,3 @@ def test_strips_are_where_an_expert_outside_is_close(script: ModuleType, stored:
             assert least >= max(others) - 1e-9 and least - max(others) < stored["strip"]
             checked += 1
     assert checked > 5
-
-
-def test_neighbouring_cells_have_different_colours(script: ModuleType, stored: Any) -> None:
-    sets, colours = stored["slice"]["sets"], script.colours_of(stored)
-    places = {tuple(chosen): place for place, chosen in enumerate(sets)}
-    for *_, one, two in stored["slice"]["lines"]:
-        for chosen in sets:
-            other = tuple(sorted({two if expert == one else expert for expert in chosen}))
-            if one in chosen and two not in chosen and other in places:
-                assert colours[places[tuple(chosen)]] != colours[places[other]]

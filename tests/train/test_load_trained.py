@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.metrics.report import without_nan
+from holdfast.stored import without_nan
 from holdfast.train import Comparison, Recipe, load_trained, parse_routers
 from holdfast.train.task_record import is_trained
 

@@ -34,10 +34,10 @@ from holdfast.geometry import NoGeometry
 from holdfast.hub import reroute, restore
 from holdfast.hub.layers import moe_layers
 from holdfast.hub.tracing import require_finite
-from holdfast.metrics.report import without_nan
 from holdfast.metrics.tasks import IGNORED
 from holdfast.routing import Router
 from holdfast.routing.layer_names import resolve_layers, routers_by_layer
+from holdfast.stored import without_nan
 from holdfast.version import versions
 
 Progress = Callable[[int, str], None]  # (tokens done, what is being done)

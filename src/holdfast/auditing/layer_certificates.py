@@ -27,8 +27,8 @@ from holdfast.hub import RouterCall
 from holdfast.hub.tracing import require_finite
 from holdfast.metrics import set_changes
 from holdfast.metrics.accumulator import Accumulator
-from holdfast.metrics.report import without_nan
 from holdfast.routing import Router, Routing
+from holdfast.stored import without_nan
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LEVELS = (0.001, 0.01, 0.05, 0.1)  # relative radii at which the share of certified tokens is reported

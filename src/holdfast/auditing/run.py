@@ -41,8 +41,8 @@ from holdfast.hub import reroute, restore
 from holdfast.hub.layers import MoELayerRef
 from holdfast.hub.replacements import ReroutedGate
 from holdfast.hub.tracing import require_finite
-from holdfast.metrics.report import without_nan
 from holdfast.routing.layer_names import resolve_layers, routers_by_layer
+from holdfast.stored import without_nan
 from holdfast.version import versions
 
 PERTURBATIONS = {

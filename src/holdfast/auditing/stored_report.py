@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 from holdfast.files import LARGEST, REPORT_SCHEMA, read_json, write_atomically
-from holdfast.metrics.report import without_nan
+from holdfast.stored import without_nan
 
 
 @dataclass(frozen=True, kw_only=True)

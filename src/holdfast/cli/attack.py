@@ -109,7 +109,7 @@ class Attack:
 
     def _budgets(self, kinds: list[str]) -> list[float]:
         """Return the budgets; none for attacks on texts. Raise ValueError if they are missing or not numbers."""
-        from holdfast.routing.grammar import read_number
+        from holdfast.checked import read_number
 
         if _takes_rate(kinds):
             return []
@@ -123,7 +123,7 @@ class Attack:
 
     def _options(self, kinds: list[str]) -> dict[str, Any]:
         """Return the further options of attacks on pixels. Raise ValueError if the attacks do not have them."""
-        from holdfast.routing.grammar import read_number
+        from holdfast.checked import read_number
         from holdfast.train.image_attacks import check_images_attacks
 
         step = None if self.step is None else read_number(self.step)

@@ -38,7 +38,7 @@ class Evaluate:
 
     def run(self) -> None:
         from holdfast.metrics import ChosenMetrics
-        from holdfast.metrics.report import without_nan
+        from holdfast.stored import without_nan
         from holdfast.train.training import quiet
         from holdfast.version import versions
 
@@ -64,7 +64,7 @@ class Evaluate:
         write_out(self.out, stored)
 
     def _run_shifts(self) -> None:
-        from holdfast.metrics.report import without_nan
+        from holdfast.stored import without_nan
         from holdfast.train.shift_evaluation import load_with_shifts
         from holdfast.version import versions
 

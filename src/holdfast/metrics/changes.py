@@ -22,8 +22,9 @@ from typing import Any, Self
 from torch import Tensor
 
 from holdfast.metrics.accumulator import Accumulator, only_real, real_rows, same_padding, selection_only
-from holdfast.metrics.report import layer_name, without_nan
+from holdfast.metrics.report import layer_name
 from holdfast.routing import Routing
+from holdfast.stored import without_nan
 
 
 @dataclass(frozen=True)

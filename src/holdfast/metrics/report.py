@@ -9,7 +9,6 @@ report.result()
 ```
 """
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -30,6 +29,7 @@ from holdfast.metrics.selection import (
     WeightSums,
 )
 from holdfast.routing import Routing
+from holdfast.stored import without_nan
 
 
 class LayerMetrics:
@@ -178,12 +178,3 @@ def _overall(layers: list[dict[str, Any]]) -> dict[str, Any]:
 
 def layer_name(names: Sequence[str], layer: int) -> dict[str, str]:
     return {"name": names[layer]} if layer < len(names) else {}
-
-
-def without_nan(data: Any) -> Any:
-    """Return `data` with None in place of NaN and infinity, which JSON cannot store."""
-    if isinstance(data, dict):
-        return {key: without_nan(value) for key, value in data.items()}
-    if isinstance(data, list | tuple):
-        return [without_nan(value) for value in data]
-    return None if isinstance(data, float) and not math.isfinite(data) else data

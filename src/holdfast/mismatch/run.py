@@ -21,7 +21,6 @@ from holdfast.auditing.batches import audit_batches
 from holdfast.auditing.model_and_data import AuditedModel, TextEncoder, check_size, evaluation_mode
 from holdfast.errors import unknown_name
 from holdfast.hub.tracing import require_finite, require_known_tokens, require_positions
-from holdfast.metrics.report import without_nan
 from holdfast.mismatch import remedies
 from holdfast.mismatch.estimates import TAIL, Resampling, ratio_numbers, set_numbers
 from holdfast.mismatch.forwards import DTYPES, Forward, Sequences, run_forwards, weights_of_rollout
@@ -29,6 +28,7 @@ from holdfast.mismatch.report import MismatchReport
 from holdfast.mismatch.rollout import Rollout
 from holdfast.replaying import Routes
 from holdfast.routing.layer_names import resolve_layers
+from holdfast.stored import without_nan
 from holdfast.version import versions
 
 Progress = Callable[[int, str], None]  # (tokens done, what is being done)

@@ -3,12 +3,9 @@
 "similarity[tau=2]+smooth[budget=0.5]"      names joined by `+`, options in brackets
 """
 
-import math
 import re
-import types
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any
 
 # The grammar of router names.
 _NAME = re.compile(r"(?P<name>[^\[\]]+)(\[(?P<options>[^\[\]]*)\])?")  # a name, and its options in brackets
@@ -119,93 +116,3 @@ def option_name(parameter: str) -> str:
     So the option is written `similarity[from=confident]`, and in Python `create_router("similarity", from_="confident")`.
     """
     return parameter.removesuffix("_")
-
-
-# The types of option values.
-TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", types.NoneType: "empty"}
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The smallest and the largest value of a number, for `Annotated[int, Limits(...)]`, and the words for an error."""
-
-    low: float
-    high: float
-    words: str
-
-
-def check_value(kind: Any, value: Any, what: str) -> Any:
-    """Return `value` as the type `kind`; raise ValueError if it has another type. `what` names the value in the error."""
-    kinds = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
-    if isinstance(value, str) and str not in kinds and any(_without_limits(each) is float for each in kinds):
-        value = _as_number(value)
-    if isinstance(value, list) and any(
-        get_origin(each) is list and _without_limits(get_args(each)[0]) is float for each in kinds
-    ):
-        value = [_as_number(entry) if isinstance(entry, str) else entry for entry in value]
-    if not any(_fits(each, value) for each in kinds):
-        raise ValueError(f"{what} is {value!r}, not {' or '.join(map(_type_name, kinds))}.")
-    plain = [_without_limits(each) for each in kinds]
-    is_whole = isinstance(value, int) and not isinstance(value, bool)
-    return float(value) if is_whole and float in plain and int not in plain else value
-
-
-def _as_number(text: str) -> float | str:
-    """Return the number that a text stands for; the text itself if it is none. YAML reads 1e-3 and 1/255 as texts."""
-    try:
-        return read_number(text)
-    except ValueError:
-        return text
-
-
-def read_number(text: str) -> float:
-    """Return a number, or the quotient of two: "0.03", "1e-3" or "0.5/255". Raise ValueError if the text is neither."""
-    above, slash, below = text.partition("/")
-    try:
-        value = float(above) / float(below) if slash else float(above)
-    except (ValueError, ZeroDivisionError):
-        value = math.nan
-    if not math.isfinite(value):
-        raise ValueError(f"{text!r} is not a number; write it as 0.03, 1e-3 or 1/255.")
-    return value
-
-
-def _without_limits(kind: Any) -> Any:
-    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
-
-
-def _limits(kind: Any) -> Limits | None:
-    found = kind.__metadata__ if get_origin(kind) is Annotated else ()
-    return next((entry for entry in found if isinstance(entry, Limits)), None)
-
-
-def _fits(kind: Any, value: Any) -> bool:
-    limits = _limits(kind)
-    if limits is not None:
-        return _fits(_without_limits(kind), value) and limits.low <= value <= limits.high
-    origin, inside = get_origin(kind), get_args(kind)
-    if origin is Literal:
-        return value in inside
-    if origin is list:
-        return isinstance(value, list) and all(_fits(inside[0], entry) for entry in value)
-    if origin is dict:
-        return isinstance(value, dict)
-    if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if kind not in TYPE_NAMES:
-        return True  # a part may declare any other type, which is not checked here
-    return isinstance(value, kind) and not (kind is int and isinstance(value, bool))
-
-
-def _type_name(kind: Any) -> str:
-    limits = _limits(kind)
-    if limits is not None:
-        return limits.words
-    origin, inside = get_origin(kind), get_args(kind)
-    if origin is Literal:
-        return " or ".join(repr(option) for option in inside)
-    if origin is list:
-        each, limits = _without_limits(inside[0]), _limits(inside[0])
-        numbers = {int: "a list of whole numbers", float: "a list of numbers"}.get(each, "a list")
-        return numbers if limits is None else f"{numbers}, each {limits.words}"
-    return TYPE_NAMES.get(kind, "a section")

@@ -13,10 +13,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
+from holdfast.checked import check_value
 from holdfast.errors import unknown_name
 from holdfast.plugins import Registry as NamedEntries
 from holdfast.routing.declarations import LayerKind
-from holdfast.routing.grammar import check_value, option_name, split_options
+from holdfast.routing.grammar import option_name, split_options
 from holdfast.routing.noise import create_noise
 from holdfast.routing.parts import Informer, Part, Score, Selector
 from holdfast.routing.router import LossTerms, Router

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from holdfast.checked import Limits
 from holdfast.data import ExampleOrder, Images, PixelScaling
 from holdfast.data.draws import Draws, ManyDraws
 from holdfast.data.image_operations import LARGEST_MAGNITUDE, OPERATIONS
 from holdfast.data.labelled_images import ArrayImages, Box, as_bytes
-from holdfast.routing.grammar import Limits
 from holdfast.train.mixed_labels import SECOND_LABELS, SECOND_SHARES
 
 OF_IMAGES, OF_MIXING = 1, 2  # the second numbers of the keys of random draws

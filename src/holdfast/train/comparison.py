@@ -36,8 +36,8 @@ import torch
 from holdfast.files import remove_folder, require_no_links
 from holdfast.hub.install import hooks_of
 from holdfast.locking import POLL, Lock, Owner, describe_writer, locked
-from holdfast.metrics.report import without_nan
 from holdfast.plugins import PLUGIN_ERRORS, failure_in_plugin, load_plugin, plugin_files
+from holdfast.stored import without_nan
 from holdfast.train.cells import Cell, Result, merge_results, without_examples
 from holdfast.train.domain_summary import summarise_domains
 from holdfast.train.loop import Guard

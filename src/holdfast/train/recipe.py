@@ -9,19 +9,20 @@ A router choice is one router of a comparison, written as in `smoe,similarity[ca
 
 import math
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal
 
 from holdfast.attacks import find_attack
+from holdfast.checked import Limits, from_mapping
 from holdfast.errors import require_extra, unknown_name
 from holdfast.files import MIB, depth_exceeds, read_text
 from holdfast.layers.losses import Losses
 from holdfast.metrics import ChosenMetrics
 from holdfast.model_size import require_sane_numbers
 from holdfast.plugins import plugins_of
-from holdfast.routing.grammar import Limits, check_value, split_routers
+from holdfast.routing.grammar import split_routers
 from holdfast.routing.layer_names import has_layers, preset_names, resolve_layers, written_name
 from holdfast.train.augmentation import AugmentPart
 
@@ -329,28 +330,6 @@ def _set(values: dict[str, Any], key: str, value: Any) -> None:
         if not isinstance(values, dict):
             raise ValueError(f"{key}: {section} is not a section of a recipe.")
     values[last] = value
-
-
-def from_mapping(kind: Any, values: Any, path: str = "") -> Any:
-    """Return an instance of the dataclass `kind`; raise ValueError naming the path of the first value that is wrong."""
-    if not isinstance(values, dict):
-        raise ValueError(f"{path or 'it'} must be a section with keys, not {values!r}.")
-    hints, known = get_type_hints(kind, include_extras=True), {entry.name: entry for entry in fields(kind)}
-    for key in values:
-        if key not in known:
-            raise ValueError(f"{_join(path, key)}: {unknown_name('key', str(key), known)}")
-    for name, entry in known.items():
-        if name not in values and entry.default is MISSING and entry.default_factory is MISSING:
-            raise ValueError(f"{_join(path, name)} is missing.")
-    return kind(**{key: _checked(hints[key], value, _join(path, key)) for key, value in values.items()})
-
-
-def _checked(kind: Any, value: Any, path: str) -> Any:
-    return from_mapping(kind, value, path) if is_dataclass(kind) else check_value(kind, value, path)
-
-
-def _join(path: str, key: object) -> str:
-    return f"{path}.{key}" if path else str(key)
 
 
 @dataclass(frozen=True)

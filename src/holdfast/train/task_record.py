@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
+from holdfast.checked import from_mapping
 from holdfast.data import Tokenizer, corpora, image_sets, text_sets, tokenizer_from
 from holdfast.files import LARGE, is_inside, read_json
 from holdfast.plugins import is_from_file, require_plugins
 from holdfast.replacing import recover_folder
-from holdfast.train.recipe import Recipe, from_mapping
+from holdfast.train.recipe import Recipe
 
 MODEL, TASK, PLUGINS = "model", "task.json", "plugins"
 # Holdfast finds these itself; a folder cannot redirect them.

@@ -1,0 +1,67 @@
+"""`StoredRecord`: a report as a file. It is typed, made where its numbers are made, dumped to JSON and loaded from it."""
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from holdfast.checked import from_mapping
+from holdfast.files import LARGEST, read_bytes, write_atomically
+
+SCHEMA = 1  # of every stored record
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredRecord:
+    """What the records of comparisons, audits, geometry and mismatch have in common.
+
+    A number that may be infinite or NaN is `float | None`: JSON has neither, so it is stored as null and read as None.
+    """
+
+    file_name: ClassVar[str]  # in the folder that its command writes
+    kind: ClassVar[str]  # in errors: "an audit"
+    remedy: ClassVar[str]  # in errors: what to do if a file cannot be used
+    indent: ClassVar[int | None] = None  # of the JSON
+
+    schema: int = SCHEMA
+
+    def to_json(self) -> str:
+        return json.dumps(without_nan(asdict(self)), indent=self.indent, allow_nan=False) + "\n"
+
+    def save(self, path: str | Path) -> Path:
+        """Write the record to a file, atomically."""
+        write_atomically(Path(path), self.to_json())
+        return Path(path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a record from a file, or from the folder that its command wrote; raise ValueError if it cannot be used."""
+        path = Path(path) / cls.file_name if Path(path).is_dir() else Path(path)
+        try:
+            stored = json.loads(read_bytes(path, limit=LARGEST), parse_constant=_refuse)
+        except OSError as problem:
+            raise ValueError(f"{path} cannot be read: {problem.strerror or problem}.") from None
+        except (ValueError, RecursionError) as problem:
+            raise ValueError(f"{path} is damaged: it is not JSON ({problem}); {cls.remedy}.") from None
+        schema = stored.get("schema") if isinstance(stored, dict) else None
+        if schema != SCHEMA:
+            raise ValueError(f"{path} is not {cls.kind} of schema {SCHEMA} (it has {schema!r}); {cls.remedy}.")
+        try:
+            record: Self = from_mapping(cls, stored)
+        except ValueError as problem:
+            raise ValueError(f"{path} is damaged or of another version: {str(problem).rstrip('.')}; {cls.remedy}.") from None
+        return record
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no number of JSON")
+
+
+def without_nan(data: Any) -> Any:
+    """Return `data` with None in place of NaN and infinity, which JSON cannot store."""
+    if isinstance(data, dict):
+        return {key: without_nan(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [without_nan(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
