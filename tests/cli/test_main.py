@@ -84,9 +84,7 @@ def test_a_closed_pipe_is_no_traceback(argument: str, code: int) -> None:
 def test_ctrl_c_during_the_imports_is_no_traceback(tmp_path: Path) -> None:
     """A package that every command imports interrupts the process itself."""
     (tmp_path / "tyro.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
-    handled = (
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # background jobs ignore it
-    )
+    handled = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # background jobs ignore it
     code = f"{handled}; import sys, holdfast_command; sys.exit(holdfast_command.main(['routers']))"
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path}
