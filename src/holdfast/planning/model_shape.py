@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.distributed
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -432,7 +434,8 @@ def _run(
         modality=indices(*shape),
     )
     _set_mode(part, training, learning)
-    with counting() as forward:
+    # A plan is made by one process, also in a distributed run: its statistics are not summed over ranks.
+    with counting() as forward, patch.object(torch.distributed, "is_initialized", lambda: False):
         outputs = _outputs(part, tokens, logits, gates, context)
     with counting() as backward:
         total = torch.stack([output.sum() for output in outputs]).sum()
