@@ -8,6 +8,7 @@ Finished cells are not run again, so a list of routers can be run in parts. docs
 import argparse
 import json
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +72,11 @@ def main() -> None:
         if steps in (1, recipe.training.steps):
             print(f"{ticks[-1]:.0f} s, {cell.name}: step {steps}", flush=True)
 
-    rows = comparison.finish(comparison.run(tell, jobs=given.jobs))
+    results = comparison.finish(comparison.run(tell, jobs=given.jobs))
     print(f"rate {sum(last.values()) / (ticks[-len(last) - 1] - ticks[0]):.2f} steps per second with {given.jobs} jobs")
     print(f"all {time.monotonic() - begun:.0f} s")
-    for row in rows:
-        print(json.dumps({key: value for key, value in row.items() if key != "seeds"}))
+    for row in results.rows:
+        print(json.dumps(asdict(row)))
 
 
 if __name__ == "__main__":

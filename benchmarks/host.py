@@ -35,7 +35,6 @@ from versions import versions
 import holdfast
 from holdfast.train.captured_step import CapturedStep
 from holdfast.train.recipe import TrainingPart
-from holdfast.train.schedule import schedule_of
 from holdfast.train.step import TrainingStep, adamw
 
 NAMES = ("dense", "smoe", "symphony", "ac", "smooth", "similarity", "attention")
@@ -65,7 +64,7 @@ def model(shape: Shape, router: str, device: str) -> Any:
 def captured(made: Any, ids: Tensor) -> Callable[[], object]:
     """Return a step that is captured as in `holdfast compare`; it raises an error if that is not possible."""
     training = TrainingPart(steps=1, batch=len(ids), learning_rate=1e-4)
-    step = CapturedStep(TrainingStep(made, adamw(made, training), schedule_of(training, 1), 1, 1.0, "bf16"))
+    step = CapturedStep(TrainingStep(made, adamw(made, training), training.learning_rates(1), 1, 1.0, "bf16"))
     made.config.use_cache = False  # as the training loop does
     batch = [{"input_ids": ids, "labels": ids}]
     for _ in range(5):

@@ -15,8 +15,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from holdfast.metrics.paired import difference_of, level_of
-from holdfast.metrics.per_example import Shares
+from holdfast.metrics.paired import Shares, difference_of, level_of
 
 ACCURACIES = {"equal": (0.7, 0.7), "apart": (0.9, 0.93), "high": (0.98, 0.98)}
 SEED_SPREADS = (0.0, 0.2)  # S

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from holdfast.cli.compare import changes
+from holdfast.cli.common import changes
 from holdfast.planning.meta_model import Change, Choice, sparsify_on_meta
 from holdfast.routing.grammar import split_routers
 from holdfast.routing.layer_names import resolve_layers, routers_by_layer

@@ -4,6 +4,7 @@
 """
 
 import math
+from dataclasses import asdict
 from typing import Any
 
 from charts import Plot, chart, heading, segment
@@ -20,7 +21,7 @@ def stored_numbers(names: dict[str, Any]) -> dict[str, Any]:
         "seeds": len(rows[0].seeds),
         "examples": curves[rows[0].router].examples,
         "budgets": curves[rows[0].router].budgets,
-        "errors": {router: [point.model_dump() for point in curve.figure] for router, curve in curves.items()},
+        "errors": {router: [asdict(point) for point in curve.figure] for router, curve in curves.items()},
     }
 
 

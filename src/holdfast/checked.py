@@ -25,28 +25,34 @@ class Limits:
     words: str
 
 
-def from_mapping(kind: Any, values: Any, path: str = "") -> Any:
-    """Return an instance of the dataclass `kind`; raise ValueError naming the path of the first value that is wrong."""
+def from_mapping(kind: Any, values: Any, path: str = "", *, skip_unknown: bool = False) -> Any:
+    """Return an instance of the dataclass `kind`; raise ValueError naming the path of the first value that is wrong.
+
+    skip_unknown    leave out keys that are no fields, in dataclasses inside it too, instead of refusing them
+    """
     if not isinstance(values, dict):
         raise ValueError(f"{path or 'it'} must be a section with keys, not {values!r}.")
     hints, known = _hints(kind), {entry.name: entry for entry in fields(kind)}
+    if skip_unknown:
+        values = {key: value for key, value in values.items() if key in known}
     for key in values:
         if key not in known:
             raise ValueError(f"{_join(path, key)}: {unknown_name('key', str(key), known)}")
     for name, entry in known.items():
         if name not in values and entry.default is MISSING and entry.default_factory is MISSING:
             raise ValueError(f"{_join(path, name)} is missing.")
-    return kind(**{key: check_value(hints[key], value, _join(path, key)) for key, value in values.items()})
+    how = {"skip_unknown": skip_unknown}
+    return kind(**{key: check_value(hints[key], value, _join(path, key), **how) for key, value in values.items()})
 
 
-def check_value(kind: Any, value: Any, path: str) -> Any:
+def check_value(kind: Any, value: Any, path: str, *, skip_unknown: bool = False) -> Any:
     """Return `value` as the type `kind`; raise ValueError if it has another type. `path` names the value in the error."""
     kinds = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
     for each in kinds:
         if is_dataclass(each) and value is not None:
-            return from_mapping(each, value, path)
+            return from_mapping(each, value, path, skip_unknown=skip_unknown)
         if _holds_sections(each) and isinstance(value, list | dict):
-            return _check_entries(each, value, path)
+            return _check_entries(each, value, path, skip_unknown=skip_unknown)
     if isinstance(value, str) and str not in kinds and any(_without_limits(each) is float for each in kinds):
         value = _as_number(value)
     if isinstance(value, list) and any(
@@ -60,14 +66,14 @@ def check_value(kind: Any, value: Any, path: str) -> Any:
     return float(value) if is_whole and float in plain and int not in plain else value
 
 
-def _check_entries(kind: Any, value: list[Any] | dict[str, Any], path: str) -> Any:
+def _check_entries(kind: Any, value: list[Any] | dict[str, Any], path: str, **how: bool) -> Any:
     """Return a list or mapping whose entries are, or contain, dataclasses."""
     if not isinstance(value, get_origin(kind)):
         raise ValueError(f"{path} is not {'a list' if get_origin(kind) is list else 'a section with keys'}.")
     inside = get_args(kind)[-1]
     if isinstance(value, list):
-        return [check_value(inside, entry, f"{path}[{number}]") for number, entry in enumerate(value)]
-    return {key: check_value(inside, entry, _join(path, key)) for key, entry in value.items()}
+        return [check_value(inside, entry, f"{path}[{number}]", **how) for number, entry in enumerate(value)]
+    return {key: check_value(inside, entry, _join(path, key), **how) for key, entry in value.items()}
 
 
 @cache
@@ -79,7 +85,7 @@ def _hints(kind: Any) -> dict[str, Any]:
 def _holds_sections(kind: Any) -> bool:
     """Whether a type is a list or mapping of dataclasses, at any depth."""
     inside = get_args(kind) if get_origin(kind) in (list, dict) else ()
-    options = [option for entry in inside for option in (entry, *get_args(entry))]
+    options = [option for entry in inside for option in (entry, *get_args(entry)) if not isinstance(option, Limits)]
     return any(is_dataclass(option) or _holds_sections(option) for option in options)
 
 
@@ -116,11 +122,18 @@ def _limits(kind: Any) -> Limits | None:
     return next((entry for entry in metadata if isinstance(entry, Limits)), None)
 
 
+@cache
+def _parts(kind: Any) -> tuple[Limits | None, Any, tuple[Any, ...]]:
+    """Return the limits, the origin and the arguments of a type."""
+    return _limits(kind), get_origin(kind), get_args(kind)
+
+
 def _fits(kind: Any, value: Any) -> bool:
-    limits = _limits(kind)
+    if kind is float:  # first, because a report has many
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    limits, origin, inside = _parts(kind)
     if limits is not None:
         return _fits(_without_limits(kind), value) and limits.low <= value <= limits.high
-    origin, inside = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return any(_fits(option, value) for option in inside)
     if origin is Literal:
@@ -129,8 +142,6 @@ def _fits(kind: Any, value: Any) -> bool:
         return isinstance(value, list) and all(_fits(inside[0], entry) for entry in value)
     if origin is dict:
         return isinstance(value, dict) and all(_fits(inside[1], entry) for entry in value.values())
-    if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if kind not in TYPE_NAMES:
         return True  # a part may declare any other type, which is not checked here
     return isinstance(value, kind) and not (kind is int and isinstance(value, bool))

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from holdfast.errors import require_extra
 
 if TYPE_CHECKING:
-    from holdfast.report.stored_comparison import Results
     from holdfast.train import Cell, Comparison, Recipe, RouterChoice
+    from holdfast.train.results import Results, Row
     from holdfast.train.sweep import Setting
 
 ROUTERS = "smoe,symphony,similarity,ac,smooth"
@@ -51,13 +51,12 @@ def compare(
         results = holdfast.compare("smoe,smooth[budget=0.5]", seeds=1, out="runs/smooth", changes={"training.steps": 50})
         print([(row.router, row.clean, row.attacked) for row in results.rows])
     """
-    require_extra("holdfast.compare", "accelerate", "jinja2", "plotly", "pydantic", "scipy", "yaml")
-    from holdfast.report import read_results
+    require_extra("holdfast.compare", "accelerate", "jinja2", "plotly", "scipy", "yaml")
     from holdfast.train.recipe import parse_router, parse_routers
 
     chosen = parse_routers(routers) if isinstance(routers, str) else [parse_router(name) for name in routers]
     base, settings = load_with_sweep(recipe, changes or {}, sweep or {})
-    run_comparison(
+    return run_comparison(
         base,
         chosen,
         seeds,
@@ -67,7 +66,6 @@ def compare(
         match_compute=match_compute,
         run=lambda comparison: comparison.run(progress, jobs=jobs),
     )
-    return read_results(Path(out))
 
 
 def load_with_sweep(
@@ -93,47 +91,42 @@ def run_comparison(
     match_compute: bool,
     settings: Sequence[Setting] = (),
     run: Callable[[Comparison], list[dict[str, Any]]],
-) -> tuple[Comparison, list[dict[str, Any]]]:
-    """Train the cells with `run`, write results and report; return the last comparison and the rows of its table."""
-    from holdfast.report import read_results, write_report
+) -> Results:
+    """Train the cells with `run`, write results and report, and return the results."""
+    from holdfast.report import write_report
     from holdfast.train import Comparison
-    from holdfast.train.preflight import expert_count
+    from holdfast.train.building import expert_count
 
-    def finished(comparison: Comparison) -> list[dict[str, Any]]:
-        results = run(comparison)
-        return comparison.publish(results, lambda: write_report(read_results(folder), folder / PAGE, force=True))
+    def finish(comparison: Comparison) -> Results:
+        return comparison.finish(run(comparison), lambda results: write_report(results, folder / PAGE, force=True))
 
     comparison = Comparison(recipe, routers, seeds, folder, data=data, settings=settings)
-    rows = finished(comparison)
-    others: list[Comparison] = []
+    results = finish(comparison)
+    equal_compute: list[Comparison] = []
     for setting in comparison.settings if match_compute else []:
-        same = [row for row in rows if row.get("settings", {}) == setting.values]
-        if same[0]["router"] != rows[0]["router"]:  # the baseline of the folder has not been trained in this setting
+        rows = [row for row in results.rows if row.settings == setting.values]
+        if not results.is_baseline(rows[0]):  # the baseline of the folder has not been trained in this setting
             continue
-        if matched := matched_baseline(same, routers, expert_count(comparison.task_of(setting))):
+        if matched := matched_baseline(rows, routers, expert_count(comparison.task_of(setting))):
             chosen = [setting] if setting.values else []
             how: dict[str, Any] = {"data": data, "settings": chosen, "report_size": False}  # reported above
-            others.append(Comparison(recipe, matched, seeds, folder, **how))
-    for other in others[:-1]:
-        run(other)
-    if others:
-        comparison, rows = others[-1], finished(others[-1])
-    return comparison, rows
+            equal_compute.append(Comparison(recipe, matched, seeds, folder, **how))
+    for matching in equal_compute[:-1]:
+        run(matching)
+    return finish(equal_compute[-1]) if equal_compute else results
 
 
-def matched_baseline(rows: Sequence[dict[str, Any]], known: Sequence[RouterChoice], experts: int) -> list[RouterChoice]:
+def matched_baseline(rows: Sequence[Row], known: Sequence[RouterChoice], experts: int) -> list[RouterChoice]:
     """Return the baseline with as many experts per token as the largest router, if that uses more than the baseline."""
     from holdfast.train.recipe import parse_router
-    from holdfast.train.summary import COMPUTE_TOLERANCE, is_baseline_with_other_k, matched_name, uses_more_compute
+    from holdfast.train.results import COMPUTE_TOLERANCE, matched_name
 
-    name = rows[0]["router"]
-    larger = [math.ceil(row["experts_per_token"] - COMPUTE_TOLERANCE) for row in rows if uses_more_compute(row)]
+    name, usual = rows[0].router, rows[0].experts_per_token
+    larger = [math.ceil(row.experts_per_token - COMPUTE_TOLERANCE) for row in rows if row.uses_more_compute]
     k = min(experts, max(larger, default=0))
     matched = matched_name(name, k)
-    enough = [
-        row for row in rows if is_baseline_with_other_k(row, rows[0]) and row["experts_per_token"] > k - COMPUTE_TOLERANCE
-    ]
-    if k <= rows[0]["experts_per_token"] or any(row["router"] == matched for row in rows) or enough:
+    enough = [row for row in rows if row.is_baseline_with_other_k(name) and row.experts_per_token > k - COMPUTE_TOLERANCE]
+    if k <= usual or any(row.router == matched for row in rows) or enough:
         return []
     baseline = next((choice for choice in known if choice.name == name), None) or parse_router(name)
     return [baseline.with_k(k, matched)]

@@ -13,6 +13,7 @@ A package that registers something on import declares an entry point of the grou
 """
 
 import hashlib
+import inspect
 import logging
 import os
 import sys
@@ -108,6 +109,15 @@ def check_name(name: object, kind: str) -> None:
     """Raise ValueError unless `name` can be written on a command line and in a file name as it is."""
     if not isinstance(name, str) or not name or not all(letter.isalnum() or letter in "-_" for letter in name):
         raise ValueError(f"{name!r} cannot be the name of {kind}: use letters, digits, hyphens and underscores.")
+
+
+def takes(function: Callable[..., Any], count: int) -> bool:
+    """Return whether a function can be called with so many arguments."""
+    try:
+        inspect.signature(function).bind(*[None] * count)
+    except TypeError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)

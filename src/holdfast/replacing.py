@@ -1,26 +1,23 @@
-"""Replace a folder atomically, or at least so that neither the old nor the new folder is lost if the process is killed.
+"""Replace a folder so that neither the old nor the new one is lost if the process is killed.
 
-The new folder is written inside a scratch folder beside the target, `.NAME.saving-...`, with a lock of the writing process.
-If the kernel can exchange two folders (Linux, most local file systems), it does, and the target exists at every moment.
-Otherwise the old folder is first moved into the scratch folder: if the process is killed then, `recover_folder` moves it
-back. Scratch folders of dead processes are removed by the next process that writes there.
+The new folder is written inside a scratch folder beside the target, `.NAME.saving-...`, which the writing process locks.
+Then the old folder is moved into the scratch folder, and the new one to its place. A process that is killed between these
+two renames leaves no target: `recover_folder` moves the old folder back. Scratch folders of processes that were killed are
+removed by the next process that writes there.
 """
 
-import ctypes
 import os
 import secrets
 import shutil
-import sys
-import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
-from holdfast.locking import Lock
+import filelock
 
 SCRATCH = ".saving-"
-NEW, OLD = "new", "old"
-EXCHANGE = 2  # RENAME_EXCHANGE of renameat2
-HERE = -100  # AT_FDCWD: paths are relative to the working directory
+NEW, OLD, LOCK = "new", "old", ".lock"
+BETWEEN_RENAMES = 5.0  # seconds: a running process has renamed both folders long before
 
 
 def replace_folder(target: Path, fill: Callable[[Path], None]) -> None:
@@ -29,13 +26,13 @@ def replace_folder(target: Path, fill: Callable[[Path], None]) -> None:
     recover_folder(target)
     _remove_stale_scratch(target)
     scratch = target.parent / f".{target.name}{SCRATCH}{secrets.token_hex(6)}"
-    lock = Lock(scratch)
-    while lock.attempt() is not None:  # another process may remove the folder before the lock is in it
+    while (lock := _locked(scratch)) is None:  # makes the folder, which another process may remove before it is locked
         pass
     try:
         fill(scratch / NEW)
-        lock.check()
-        _swap(scratch, target)
+        if target.exists():
+            target.rename(scratch / OLD)
+        (scratch / NEW).rename(target)
     finally:
         if (scratch / OLD).exists() and not target.exists():
             (scratch / OLD).rename(target)
@@ -46,33 +43,39 @@ def replace_folder(target: Path, fill: Callable[[Path], None]) -> None:
 def recover_folder(target: Path) -> bool:
     """Move the old folder back if a process was killed while it replaced `target`; return whether `target` exists."""
     for scratch in _scratch_folders(target):
-        for _ in range(50):  # a running process may be between its two renames for a moment
-            if target.exists() or not (scratch / OLD).is_dir():
-                break
-            if Lock(scratch).holder()[0] == "dead":
-                _move_back(scratch / OLD, target)
-            else:
-                time.sleep(0.1)
+        if target.exists() or not (scratch / OLD).is_dir():
+            continue
+        lock = _locked(scratch, BETWEEN_RENAMES)
+        try:
+            if lock is not None and not target.exists():
+                (scratch / OLD).rename(target)
+        except FileNotFoundError:  # another process has done it
+            pass
+        except OSError as problem:
+            raise ValueError(
+                f"a process was killed while it replaced {target}; the former folder is {scratch / OLD}, and cannot be "
+                f"moved back ({problem.strerror})."
+            ) from None
+        finally:
+            if lock is not None:
+                lock.release()
     return target.is_dir()
 
 
-def _move_back(old: Path, target: Path) -> None:
-    try:
-        old.rename(target)
-    except FileNotFoundError:  # another process has done it
-        return
-    except OSError as problem:
-        reason = f"and cannot be moved back ({problem.strerror})"
-        raise ValueError(f"a process was killed while it replaced {target}; the former folder is {old}, {reason}.") from None
-
-
 def _remove_stale_scratch(target: Path) -> None:
-    """Remove the scratch folders of dead processes."""
+    """Remove the scratch folders of processes that were killed."""
     for scratch in _scratch_folders(target):
-        lock = Lock(scratch)
-        if (target.exists() or not (scratch / OLD).exists()) and lock.attempt() is None:
+        if (target.exists() or not (scratch / OLD).exists()) and (lock := _locked(scratch)) is not None:
             lock.release()
             shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _locked(scratch: Path, timeout: float = 0) -> filelock.BaseFileLock | None:
+    """Return the lock of a scratch folder; None if a running process has it, or the folder is gone."""
+    lock = filelock.FileLock(scratch / LOCK)
+    with suppress(filelock.Timeout, FileNotFoundError):
+        lock.acquire(timeout=timeout)
+    return lock if lock.is_locked else None
 
 
 def _scratch_folders(target: Path) -> Iterator[Path]:
@@ -84,22 +87,3 @@ def _scratch_folders(target: Path) -> Iterator[Path]:
         path = target.parent / name
         if name.startswith(f".{target.name}{SCRATCH}") and path.is_dir() and not path.is_symlink():
             yield path
-
-
-def _swap(scratch: Path, target: Path) -> None:
-    if not target.exists():
-        (scratch / NEW).rename(target)
-    elif not _exchange(scratch / NEW, target):
-        target.rename(scratch / OLD)
-        (scratch / NEW).rename(target)
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two folders atomically; return False if the system or the file system cannot."""
-    if sys.platform != "linux":
-        return False
-    try:
-        rename = ctypes.CDLL(None, use_errno=True).renameat2
-    except (OSError, AttributeError):
-        return False
-    return bool(rename(HERE, os.fsencode(one), HERE, os.fsencode(other), EXCHANGE) == 0)

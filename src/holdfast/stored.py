@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -27,7 +27,7 @@ class StoredRecord:
     schema: int = SCHEMA
 
     def to_json(self) -> str:
-        return json.dumps(without_nan(asdict(self)), indent=self.indent, allow_nan=False) + "\n"
+        return json.dumps(without_nan(self), indent=self.indent, allow_nan=False) + "\n"
 
     def save(self, path: str | Path) -> Path:
         """Write the record to a file, atomically."""
@@ -59,9 +59,13 @@ def _refuse(constant: str) -> None:
 
 
 def without_nan(data: Any) -> Any:
-    """Return `data` with None in place of NaN and infinity, which JSON cannot store."""
+    """Return `data` with None in place of NaN and infinity, which JSON cannot store, and dataclasses as dictionaries."""
+    if isinstance(data, float):
+        return data if math.isfinite(data) else None
+    if is_dataclass(data):
+        data = vars(data)
     if isinstance(data, dict):
         return {key: without_nan(value) for key, value in data.items()}
     if isinstance(data, list | tuple):
         return [without_nan(value) for value in data]
-    return None if isinstance(data, float) and not math.isfinite(data) else data
+    return data

@@ -57,14 +57,6 @@ def large(photographs: Tensor) -> Tensor:
     return photographs[:, :, 120:344, 100:308]
 
 
-def test_there_are_fifteen_and_only_frost_needs_files() -> None:
-    assert len(CORRUPTIONS) == 15
-    assert [name for name in CORRUPTIONS if name not in WITHOUT_FILES] == ["frost"]
-    assert all(len(corruption.large) == len(corruption.small) == 5 for corruption in CORRUPTIONS.values())
-    groups = [corruption.group for corruption in CORRUPTIONS.values()]
-    assert [groups.count(group) for group in ("noise", "blur", "weather", "digital")] == [3, 4, 4, 4]
-
-
 @pytest.mark.parametrize("name", WITHOUT_FILES)
 @pytest.mark.parametrize("size", ["small", "large"])
 def test_a_higher_severity_is_farther_from_the_clean_image(size: str, name: str, request: pytest.FixtureRequest) -> None:

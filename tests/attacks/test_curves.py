@@ -25,8 +25,7 @@ def weakening(budget: float, model: nn.Module, images: Tensor, labels: Tensor) -
 def test_errors_never_fall_with_the_budget_and_start_at_the_clean_error(
     attack: Callable[..., AttackedInputs], options: dict[str, Any], digits: Digits
 ) -> None:
-    model, images, labels = digits
-    images, labels = images[:60], labels[:60]
+    model, images, labels = digits[0], digits[1][:60], digits[2][:60]
     points = attack_curve(
         lambda budget: attack(model, images, labels, budget=budget, top=5, **options), [0.2, 0.0, 0.4, 0.05, 0.1, 0.1]
     )
@@ -44,8 +43,7 @@ def test_errors_never_fall_with_the_budget_and_start_at_the_clean_error(
 
 
 def test_what_a_smaller_budget_found_counts_at_larger_ones(digits: Digits) -> None:
-    model, images, labels = digits
-    images, labels = images[:60], labels[:60]
+    model, images, labels = digits[0], digits[1][:60], digits[2][:60]
     alone = [weakening(budget, model, images, labels) for budget in BUDGETS]
     curve = attack_curve(lambda budget: weakening(budget, model, images, labels), BUDGETS)
     assert alone[-1].accuracy > alone[2].accuracy  # this attack alone is not monotone
@@ -57,8 +55,7 @@ def test_what_a_smaller_budget_found_counts_at_larger_ones(digits: Digits) -> No
 
 
 def test_the_top_5_error_counts_inputs_that_any_step_tried(digits: Digits) -> None:
-    model, images, labels = digits
-    images, labels = images[:40], labels[:40]
+    model, images, labels = digits[0], digits[1][:40], digits[2][:40]
     tried: list[Tensor] = []
 
     def noting(inputs: Tensor) -> Tensor:
@@ -76,8 +73,7 @@ def test_the_top_5_error_counts_inputs_that_any_step_tried(digits: Digits) -> No
 
 
 def test_an_attack_for_the_top_5_does_not_stop_at_the_first_wrong_class(digits: Digits) -> None:
-    model, images, labels = digits
-    images, labels = images[:40], labels[:40]
+    model, images, labels = digits[0], digits[1][:40], digits[2][:40]
     both: list[tuple[Callable[..., AttackedInputs], dict[str, Any]]] = [(pgd, {}), (spsa, {"samples": 8})]
     for attack, options in both:
         one, five = (attack(model, images, labels, budget=0.6, top=top, steps=12, **options).ranks for top in (1, 5))

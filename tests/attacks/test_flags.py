@@ -1,102 +1,66 @@
 """The flags that say when not to trust an attack: each fires on the fault it is for, and on nothing else."""
 
 import warnings
+from collections.abc import Callable
 
 import pytest
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from holdfast.attacks import AttackWarning, check_model, pgd, spsa, worst_of
+from holdfast.attacks.flags import Model
 
 Digits = tuple[nn.Module, Tensor, Tensor]
 
 
-def kinds(model: nn.Module, digits: Digits) -> set[str]:
-    _, images, labels = digits
-    return {flag.kind for flag in check_model(model, images, labels)}
-
-
-class Rounded(nn.Module):
+def rounded(model: Model) -> Model:
     """Inputs in 8 steps: a defence that shatters gradients."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.model((inputs * 8).round() / 8)
+    return lambda inputs: model((inputs * 8).round() / 8)
 
 
-class Dropping(nn.Module):
-    """Dropout that is not switched off by `eval`."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.model(nn.functional.dropout(inputs, 0.2, training=True))
-
-
-class Misleading(nn.Module):
+def misleading(model: Model) -> Model:
     """The right scores with the gradient of their opposite."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        logits: Tensor = self.model(inputs)
-        return 2 * logits.detach() - logits
+    return lambda inputs: 2 * model(inputs).detach() - model(inputs)
 
 
-def test_a_sound_model_has_no_flags(digits: Digits) -> None:
+def partly_training(model: nn.Module) -> Model:
+    whole = nn.Sequential(model, nn.Dropout(0.0)).eval()
+    whole[1].train()
+    return whole
+
+
+FAULTS: dict[str, tuple[Callable[[nn.Module], Model], set[str]]] = {
+    "none": (lambda model: model, set()),
+    "dropout in evaluation": (
+        lambda model: lambda inputs: model(F.dropout(inputs, 0.2, training=True)),
+        {"randomised forward"},
+    ),
+    "rounded inputs": (rounded, {"zero gradients"}),
+    "no graph": (lambda model: lambda inputs: model(inputs.detach()), {"zero gradients"}),
+    "so sure that cross-entropy is flat": (lambda model: lambda inputs: model(inputs) * 1e4, {"zero gradients"}),
+    "a part in training mode": (partly_training, {"train mode"}),
+    "probabilities": (lambda model: nn.Sequential(model, nn.Softmax(-1)).eval(), {"probabilities"}),
+    "not finite": (lambda model: lambda inputs: model(inputs) / (inputs.sum() * 0), {"not finite"}),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_has_its_flag_and_no_other(fault: str, digits: Digits) -> None:
+    wrap, expected = FAULTS[fault]
+    model, images, labels = digits
+    assert {flag.kind for flag in check_model(wrap(model), images, labels)} == expected
+
+
+def test_a_sound_model_is_attacked_without_a_warning(digits: Digits) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", AttackWarning)
-        assert kinds(digits[0], digits) == set()
         assert pgd(*digits, budget=0.05).flags == ()
-
-
-def test_dropout_in_evaluation_is_a_randomised_forward(digits: Digits) -> None:
-    assert kinds(Dropping(digits[0]).eval(), digits) == {"randomised forward"}
-
-
-def test_rounded_inputs_have_zero_gradients(digits: Digits) -> None:
-    assert kinds(Rounded(digits[0]).eval(), digits) == {"zero gradients"}
-
-
-def test_a_forward_without_a_graph_has_zero_gradients(digits: Digits) -> None:
-    model, images, labels = digits
-    flags = check_model(lambda inputs: model(inputs.detach()), images, labels)
-    assert [flag.kind for flag in flags] == ["zero gradients"]
-
-
-def test_a_model_so_sure_that_cross_entropy_is_flat_has_zero_gradients(digits: Digits) -> None:
-    model, images, labels = digits
-    flags = check_model(lambda inputs: model(inputs) * 1e4, images, labels)
-    assert [flag.kind for flag in flags] == ["zero gradients"]
-
-
-def test_a_model_in_training_mode_is_flagged_and_so_is_one_with_a_part_in_it(digits: Digits) -> None:
-    wrapped = Rounded(nn.Sequential(digits[0], nn.Dropout(0.0))).eval()
-    wrapped.model[1].train()  # type: ignore[index, union-attr]
-    assert "train mode" in kinds(wrapped, digits)
-
-
-def test_probabilities_instead_of_logits_are_flagged(digits: Digits) -> None:
-    assert "probabilities" in kinds(nn.Sequential(digits[0], nn.Softmax(-1)).eval(), digits)
-
-
-def test_logits_that_are_not_finite_are_flagged(digits: Digits) -> None:
-    model, images, labels = digits
-    flags = check_model(lambda inputs: model(inputs) / (inputs.sum() * 0), images, labels)
-    assert "not finite" in {flag.kind for flag in flags}
 
 
 def test_a_black_box_that_beats_gradients_is_flagged(digits: Digits) -> None:
     model, images, labels = digits
-    misleading = Misleading(model).eval()
-    white = pgd(misleading, images[:24], labels[:24], budget=0.15)
-    black = spsa(misleading, images[:24], labels[:24], budget=0.15, steps=8, samples=24)
+    white = pgd(misleading(model), images[:24], labels[:24], budget=0.15)
+    black = spsa(misleading(model), images[:24], labels[:24], budget=0.15, steps=8, samples=24)
     assert white.flags == ()  # one look at the model does not show it
     with pytest.warns(AttackWarning, match="SPSA"):
         together = worst_of(white, black)
@@ -107,7 +71,7 @@ def test_a_black_box_that_beats_gradients_is_flagged(digits: Digits) -> None:
 def test_the_flags_of_an_attack_are_warned_of_and_recorded(digits: Digits) -> None:
     _, images, labels = digits
     with pytest.warns(AttackWarning, match="zero gradients"):
-        result = pgd(Rounded(digits[0]).eval(), images, labels, budget=0.01)
+        result = pgd(rounded(digits[0]), images, labels, budget=0.01)
     assert [flag.kind for flag in result.flags] == ["zero gradients"]
     assert result.summary()["flags"] == [{"kind": "zero gradients", "detail": result.flags[0].detail}]
-    assert pgd(Rounded(digits[0]).eval(), images, labels, budget=0.01, check=False).flags == ()
+    assert pgd(rounded(digits[0]), images, labels, budget=0.01, check=False).flags == ()

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from holdfast.attacks import misspell
-from holdfast.attacks.words import KEYBOARD, TYPOS, Typo
+from holdfast.attacks.text import KEYBOARD, TYPOS, Typo
 
 WORDS = ["elephant", "Keyboard", "MOUSE", "quickly", "banana", "jazz-band", "o\u2019clock"] * 40
 

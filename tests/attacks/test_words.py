@@ -6,14 +6,13 @@ import re
 import subprocess
 import sys
 from itertools import pairwise
-from pathlib import Path
 
 import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given
 
-from holdfast.attacks import STOP_WORDS, AttackedText, AttackWarning, load_text, misspell, swap_words, swappable, words_in
+from holdfast.attacks import AttackedText, AttackWarning, misspell, swap_words, swappable, words_in
 
 WIKI = (
     " = Robert <unk> = \n Robert <unk> is an English film , television and theatre actor . He had a guest @-@ starring role "
@@ -147,18 +146,6 @@ def test_targets_left_clean_are_told_from_swapped_ones() -> None:
     assert attacked.is_changed(0, spans).tolist() == [False, True, True, False, True, False, True, False]
 
 
-def test_an_attacked_set_is_written_once_and_read_back_whole(tmp_path: Path) -> None:
-    attacked = swap_words([WIKI, RUNNING, ""], rate=0.5, seed=4)
-    attacked.save(tmp_path / "set.json")
-    attacked.save(tmp_path / "set.json")  # the same again is no harm
-    assert load_text(tmp_path / "set.json") == attacked
-    with pytest.raises(ValueError, match="other attacked texts"):
-        swap_words([WIKI], rate=1.0).save(tmp_path / "set.json")
-    (tmp_path / "set.json").write_text((tmp_path / "set.json").read_text().replace("Robert", "Rupert").replace("AAA", "BBB"))
-    with pytest.raises(ValueError, match="checksum"):
-        load_text(tmp_path / "set.json")
-
-
 def test_a_summary_holds_the_threat_model_and_is_json() -> None:
     summary = json.loads(json.dumps(swap_words([WIKI], rate=1.0, seed=9, special=["x"]).summary()))
     assert summary["rate"] == 1.0 and summary["realised"] == 10 / 16 and summary["seed"] == 9
@@ -175,9 +162,6 @@ def test_a_rate_that_changes_nothing_is_flagged() -> None:
 def test_a_rate_that_says_nothing_is_an_error(rate: float) -> None:
     with pytest.raises(ValueError, match="rate"):
         swap_words(WIKI, rate=rate)
-
-
-def test_a_missing_rate_is_an_error() -> None:
     with pytest.raises(TypeError, match="rate"):
         swap_words(WIKI)  # type: ignore[call-arg]
 
@@ -185,11 +169,6 @@ def test_a_missing_rate_is_an_error() -> None:
 def test_a_token_with_white_space_is_an_error() -> None:
     with pytest.raises(ValueError, match="space"):
         swap_words(WIKI, rate=0.1, token="A A")
-
-
-def test_stop_words_are_lower_case_and_many() -> None:
-    assert len(STOP_WORDS) > 150 and all(word == word.lower() for word in STOP_WORDS)
-    assert {"the", "of", "don't", "t"} < STOP_WORDS and not {"film", "dogs", "time"} & STOP_WORDS
 
 
 def test_words_to_draw_from_replace_the_token_and_no_word_replaces_itself() -> None:

@@ -149,7 +149,6 @@ def test_no_decided_token_flips_when_a_router_scores_in_a_short_type(
         return product(rows * factors.view_as(rows), weight)
 
     monkeypatch.setattr("holdfast.routing.parts.linear_float32", product)
-    monkeypatch.setattr("holdfast.kernels.plain_top_k.linear_without_autograd", product)
 
     def grouped(score: Clustered, rows: Tensor, weight: Tensor, *_: object) -> Tensor:
         features = score.features(rows, context)

@@ -1,5 +1,6 @@
 """`holdfast compare` as a user runs it, with its mistakes."""
 
+import hashlib
 import json
 import math
 import os
@@ -7,21 +8,20 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from commands import Command
+from report.stored import difference, parse, stored
 from tiers import quick_or_slow
 from wording import mentions
 
 import holdfast
-from holdfast.cli.compare import print_table
+from holdfast.cli.compare import print_tables
 from holdfast.comparing import matched_baseline
 from holdfast.errors import MissingExtra
-from holdfast.report import read_results
 from holdfast.train.recipe import parse_routers
-from holdfast.train.task import Measure
+from holdfast.train.results import Results, Row
 
 SMALL = [
     "training.steps=6",
@@ -35,14 +35,12 @@ SMALL = [
 
 
 def test_figures_up_to_1_are_shown_with_four_decimals(capsys: pytest.CaptureFixture[str]) -> None:
-    score = {"router": "smoe", "seeds": [0, 1, 2], "parameters": 1, "experts_per_token": 2.0, "examples": {}}
-    change = {"mean": 0.0123, "low": 0.0041, "high": 0.0205, "over": "seeds and examples"}
-    rows = [
-        {**score, "clean": 0.8612, "attacked": 0.4},
-        {**score, "router": "ac", "clean": 0.8735, "attacked": 0.4, "clean, difference": change},
-    ]
-    task = SimpleNamespace(measure=Measure("Pearson", "Pearson correlation", "none", better="higher"))
-    print_table(rows, SimpleNamespace(task=task), "texts")  # type: ignore[arg-type]
+    content = stored(["smoe", "ac"])
+    content["run"]["measure"] = {"name": "Pearson", "long": "Pearson correlation", "attack": "none", "better": "higher"}
+    for row, figure in zip(content["rows"], (0.8612, 0.8735), strict=True):
+        row["clean"] = figure
+    content["rows"][1]["clean_difference"] = difference(0.0123, 0.0082)
+    print_tables(parse(content))
     assert mentions(capsys.readouterr().out, "0.8612", "0.8735", "+0.0123", "(+0.004 to", "+0.021)")
 
 
@@ -70,7 +68,7 @@ def test_a_comparison_ends_with_a_table_and_the_path_of_its_figures(
     lines = done.stdout.splitlines()
     for name in ("smoe ", "smooth ", "smoe, top 3 "):
         (row,) = [line for line in lines if line.startswith(name)]
-        assert re.search(r" \d+\.\d k +\d\.\d\d +\d+\.\d\d ", row)  # weights, experts a token, clean perplexity
+        assert re.search(r" [\d,]+ +\d\.\d\d +\d+\.\d\d ", row)  # parameters, experts a token, clean perplexity
     table = lines[: lines.index("")]
     assert len(table) > 8 and max(map(len, table)) <= 80 and "…" not in done.stdout
     assert "results.json" in done.stdout.replace("\n", "")
@@ -79,19 +77,21 @@ def test_a_comparison_ends_with_a_table_and_the_path_of_its_figures(
     found = json.loads((out / "results.json").read_text())
     assert [row["router"] for row in found["rows"]] == ["smoe", "smooth", "smoe, top 3"]
     assert found["rows"][2]["more_compute"] == pytest.approx(0.5)
-    assert "interval" in found["rows"][1]["clean, difference"]["words"]
-    assert found["rows"][1]["equal compute"]["router"] == "smoe, top 3" and "equal compute" not in found["rows"][0]
+    assert found["rows"][1]["clean_difference"]["over"] == "these models only"
+    assert found["rows"][1]["equal_compute"]["router"] == "smoe, top 3" and found["rows"][0]["equal_compute"] is None
     for row in found["rows"]:
         assert row["cost"]["low"] < row["cost"]["mean"] < row["cost"]["high"]
         assert f"{100 * math.expm1(row['cost']['mean']):+.2f}%" in done.stdout
     assert mentions(done.stdout, "llama", "2 layers", "some.txt", "2 seeds")
     assert len(found["cells"]) == 6
+    assert hashlib.sha256((out / "results.json").read_bytes()).hexdigest() in (out / "report.html").read_text()
     assert found["run"]["data"]["checksum"]
     assert set(found["versions"]) == {"holdfast", "torch", "transformers", "Python"}
 
 
-def row(router: str, experts: float, usual: float = 2.0) -> dict[str, Any]:
-    return {"router": router, "experts_per_token": experts, "more_compute": experts / usual - 1}
+def row(router: str, experts: float) -> Row:
+    given: dict[str, Any] = {"seeds": [0], "parameters": 1, "clean": 1.0, "attacked": 1.0}
+    return Row(router=router, experts_per_token=experts, more_compute=experts / 2 - 1, **given)
 
 
 def test_compare_is_a_function_that_returns_what_the_command_stores(text: Path, tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_compare_is_a_function_that_returns_what_the_command_stores(text: Path, 
         progress=lambda cell, done: steps.append(done),
     )
     assert [row.router for row in results.rows] == ["smoe", "smooth[budget=0.5]"]
-    assert results == read_results(tmp_path / "out") and (tmp_path / "out" / "report.html").is_file()
+    assert results == Results.load(tmp_path / "out") and (tmp_path / "out" / "report.html").is_file()
     assert steps.count(2) == 2
 
 
@@ -122,7 +122,7 @@ def _changed(pair: str) -> tuple[str, int]:
 
 
 def test_the_baseline_of_equal_compute_has_as_many_experts_as_the_router_that_uses_most() -> None:
-    baseline = {"router": "smoe[noise=gumbel]", "experts_per_token": 2.0}
+    baseline = row("smoe[noise=gumbel]", 2.0)
     (known,) = parse_routers("smoe[noise=gumbel]")
     for given in ([], [known]):  # the baseline may be from an earlier command
         (found,) = matched_baseline([baseline, row("smooth", 2.4), row("top-p", 3.6), row("ac", 2.0)], given, 8)
@@ -132,7 +132,7 @@ def test_the_baseline_of_equal_compute_has_as_many_experts_as_the_router_that_us
     assert matched_baseline([baseline, row("smooth", 2.4), matched], [known], 8) == []
     assert matched_baseline([baseline, row("ac", 2.0), row("remoe", 1.2), row("smooth", 2.001)], [known], 8) == []
     assert matched_baseline([baseline], [known], 8) == []
-    assert matched_baseline([{"router": "smoe", "experts_per_token": 2.0}, row("top-p", 2.0001)], [], 2) == []
+    assert matched_baseline([row("smoe", 2.0), row("top-p", 2.0001)], [], 2) == []
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_the_baseline_of_equal_compute_has_as_many_experts_as_the_router_that_us
         (["--routers", ","], "at least one"),
         (["--seeds", "0"], "seeds is 0"),
         (["--set", "training.stpes=3"], "'steps'"),
-        (["--set", "training.steps"], "section.key=value"),
+        (["--set", "training.steps"], "sets no value"),
         (["--set", "training.steps=0"], "training.steps"),
         (["--set", "training.steps=[1"], "YAML"),
         (["--set", "data.source=nothing.txt"], "nothing.txt"),
@@ -157,7 +157,3 @@ def test_a_mistake_gets_one_sentence(arguments: list[str], says: str, command: C
     assert says in done.stderr.replace("\n", " ")
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
-
-
-def test_help_has_an_example(command: Command) -> None:
-    assert "holdfast compare --routers" in command("compare", "--help").stdout.replace("\n", " ")

@@ -7,6 +7,7 @@ import pytest
 from commands import Command
 from wording import mentions
 
+from holdfast.cli.common import locked_files, require_free
 from holdfast.files import append, write_atomically
 from holdfast.locking import Lock
 
@@ -33,12 +34,10 @@ def refused(ended: object, sentence: str) -> None:
 def test_a_file_that_another_process_writes_is_refused_before_the_work(
     name: str, force: tuple[str, ...], tmp_path: Path, command: Command
 ) -> None:
-    lock = Lock(tmp_path, "audit.json" if name == "audit" else "out.json")
-    assert lock.attempt() is None
-    refused(
-        command(*WRITERS[name], "--out", out(name, tmp_path), *force), f"is being written by process {os.getpid()} on host"
-    )
-    lock.release()
+    require_free(tmp_path / ("audit.json" if name == "audit" else "out.json"), force=False)
+    with locked_files:
+        ended = command(*WRITERS[name], "--out", out(name, tmp_path), *force)
+    refused(ended, "out.json is being written by another process" if name != "audit" else "audit.json is being written")
     ended = command(*WRITERS[name], "--out", out(name, tmp_path / "new" / "folder"))
     refused(ended, NOWHERE)  # and the lock is gone with the command
     assert not list(tmp_path.iterdir())
@@ -59,7 +58,7 @@ def test_a_second_training_in_a_folder_is_refused(tmp_path: Path, command: Comma
     ended = command("train", "tiny", "--out", str(tmp_path / "run"), *few)
     assert ended.returncode == 2 and mentions(ended.stderr, "run ", f"process {os.getpid()} ")
     lock.release()
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
 
 
 def test_a_file_that_cannot_be_written_whole_is_named(tmp_path: Path) -> None:

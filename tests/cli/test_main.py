@@ -12,7 +12,7 @@ from wording import mentions
 
 import holdfast
 import holdfast_command
-from holdfast.cli.main import COMMANDS
+from holdfast.cli.main import COMMANDS, main
 
 
 @pytest.mark.parametrize("more", [[], ["--help"]], ids=["alone", "with help"])
@@ -35,6 +35,13 @@ def test_help_lists_every_command_with_a_line(command: Command) -> None:
     done = command("--help")
     assert done.returncode == 0 and command("-h").stdout == done.stdout
     assert all(f"  {name:<10}{about}" in done.stdout.splitlines() for name, about in holdfast_command.COMMANDS.items())
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_of_a_command_has_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--help"])
+    assert ended.value.code == 0 and f"holdfast {name} " in " ".join(capsys.readouterr().out.replace("│", " ").split())
 
 
 def test_no_command_at_all_is_a_mistake_that_shows_the_help(command: Command) -> None:

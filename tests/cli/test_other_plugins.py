@@ -73,7 +73,7 @@ def test_the_examples_work_in_every_command(files: list[str], command: Command) 
     assert stored["run"]["data"]["name"] == "sums" and stored["run"]["attack"]["attack"] == "backwards"
     assert [metric["name"] for metric in stored["run"]["metrics"]] == ["surprises", "accuracy"]
     assert {kind for plugin in stored["run"]["plugins"] for kind in plugin} == {"name", "checksum", *KINDS}
-    (row,), (cell,) = stored["rows"], stored["cells"]
+    (row,), cell = stored["rows"], json.loads(Path("compared/cells/smoe-seed0/result.json").read_text())
     assert row["metrics"]["surprises"]["attacked"] == cell["attacked"]["metrics"]["surprises"]
     page = Path("compared/report.html").read_text()
     assert "Other metrics" in page and "share of labels with a probability below 1%; lower is better" in page
@@ -169,7 +169,7 @@ def test_an_attack_on_pixels_and_images_of_a_plugin_are_used(files: list[str], c
     used = ["data.source=bars", "attack.name=brightness", "attack.steps=2", "metrics=[accuracy]"]
     given = [*files, "--plugin", "bars.py"]
     run(command, "compare", "--recipe=vmoe-tiny", "--routers=smoe", "--seeds=1", *given, "--set", *small, *used)
-    (cell,) = json.loads(Path("comparison/results.json").read_text())["cells"]
+    cell = json.loads(Path("comparison/cells/smoe-seed0/result.json").read_text())
     assert cell["attacked"]["attack"] == "brightness" and cell["attacked"]["realised"] <= 0.1
     assert cell["clean"]["metrics"]["accuracy"] == pytest.approx(1 - cell["clean"]["figure"] / 100)
     assert cell["attacked"]["metrics"]["accuracy"] == pytest.approx(1 - cell["attacked"]["figure"] / 100)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from wording import mentions
 
-from holdfast.cli.common import release_files, require_folder, require_free
+from holdfast.cli.common import locked_files, require_folder, require_free
 from holdfast_command import main
 
 FILES = [["evaluate", "MODEL"], ["attack", "MODEL", "words", "--rate", "0.1"], ["certify", "MODEL"]]
@@ -68,5 +68,5 @@ def test_looking_leaves_nothing_behind(tmp_path: Path) -> None:
     require_folder(tmp_path / "new" / "folder")
     require_free(tmp_path / "new" / "file.json", force=False)
     require_free(None, force=False)
-    release_files()
+    locked_files.close()
     assert not list(tmp_path.iterdir())

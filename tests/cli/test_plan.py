@@ -104,12 +104,6 @@ def test_a_name_that_the_hub_does_not_know_is_one_sentence_too() -> None:
     assert done.stderr.count("\n") == 1 and done.stderr.startswith("holdfast: ")
 
 
-def test_help_has_an_example(command: Command) -> None:
-    done = command("plan", "--help", columns=120)
-    assert done.returncode == 0
-    assert "holdfast plan llama --experts 16" in done.stdout
-
-
 def test_what_the_page_prints_is_what_the_command_prints(command: Command) -> None:
     shown = re.findall(r"```sh\nholdfast (plan [^\n]*)\n```\n\n```text\n(.*?)```", SCALING.read_text(), flags=re.DOTALL)
     assert shown

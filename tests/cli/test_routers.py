@@ -82,12 +82,3 @@ def test_a_mistake_is_one_sentence_and_no_traceback(arguments: list[str], says: 
     assert done.returncode == 2
     assert says in done.stderr
     assert done.stderr.count("\n") == 1 and done.stderr.startswith("holdfast: ")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "example"), [(["--help"], "holdfast compare"), (["routers", "--help"], "holdfast routers --route")]
-)
-def test_help_has_an_example(arguments: list[str], example: str, command: Command) -> None:
-    done = command(*arguments, columns=160)
-    assert done.returncode == 0
-    assert example in done.stdout

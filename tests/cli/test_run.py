@@ -80,12 +80,6 @@ def test_an_unknown_program_is_one_sentence(command: Command) -> None:
     assert mentions(command("run", "no-such-file.py").stderr, "holdfast: ", "no-such-file.py")
 
 
-@pytest.mark.parametrize("wanted", [["--help"], ["-h"]])
-def test_help_shows_an_example(wanted: list[str], command: Command) -> None:
-    done = command("run", *wanted, columns=200)
-    assert done.returncode == 0 and "holdfast run -- lm_eval --model hf" in " ".join(done.stdout.split())
-
-
 def test_no_program_is_a_mistake_in_the_call(command: Command) -> None:
     assert command("run").returncode == 2
 

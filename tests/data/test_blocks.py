@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.data import Blocks, Order
-from holdfast.data.blocks import shuffled
+from holdfast.data.draws import shuffled
 
 
 @given(st.integers(2, 70), st.integers(1, 20), st.integers(1, 5), st.booleans())

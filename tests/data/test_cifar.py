@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from holdfast.data import ImageSet, image_set
-from holdfast.data.cifar import BINARY, CLASSES
+from holdfast.data.labelled_images import BINARY, CLASSES
 
 EACH = {"train": 4, "test": 2}  # images of a class
 
@@ -24,8 +25,6 @@ def image(split: str, label: int, number: int) -> np.ndarray:  # type: ignore[ty
 
 
 def encoded(pixels: np.ndarray) -> bytes:  # type: ignore[type-arg]
-    from PIL import Image
-
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, format="PNG")
     return file.getvalue()
@@ -76,7 +75,6 @@ def check(found: ImageSet) -> None:
 
 
 def test_folders_and_archives_give_the_same_images(tmp_path: Path) -> None:
-    pytest.importorskip("PIL")
     write_folder(tmp_path / "plain", files())
     for ending, packed in (("", archive(files())), (".xz", lzma.compress(archive(files(), "./cifar/")))):
         path = tmp_path / f"packed{ending}" / "cifar10" / f"cifar10-jpg.tar{ending}"
@@ -90,7 +88,6 @@ def test_folders_and_archives_give_the_same_images(tmp_path: Path) -> None:
 
 
 def test_the_authors_binary_files_are_read(tmp_path: Path) -> None:
-    pytest.importorskip("PIL")
     content = {f"{BINARY}/data_batch_1.bin": records("train"), f"{BINARY}/test_batch.bin": records("test")}
     write_folder(tmp_path, content)
     found = image_set("cifar10", folder=tmp_path)
@@ -102,7 +99,6 @@ def test_the_authors_binary_files_are_read(tmp_path: Path) -> None:
 
 
 def test_wrong_data_are_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("PIL")
     with pytest.raises(ValueError, match=r"cifar-10-binary\.tar\.gz"):
         image_set("cifar10", folder=tmp_path)
     with pytest.raises(ValueError, match="--data"):
@@ -135,13 +131,12 @@ def test_wrong_data_are_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(ValueError, match="damaged"):
         image_set("cifar10", folder=tmp_path)
     packed.write_bytes(lzma.compress(archive(whole)))
-    monkeypatch.setattr("holdfast.data.cifar.MOST_UNPACKED", 2**15)
+    monkeypatch.setattr("holdfast.data.labelled_images.MOST_UNPACKED", 2**15)
     with pytest.raises(ValueError, match="unpacks to more"):
         image_set("cifar10", folder=tmp_path)
 
 
 def test_links_and_devices_in_an_archive_are_not_followed(tmp_path: Path) -> None:
-    pytest.importorskip("PIL")
     (tmp_path / "secret.png").write_bytes(encoded(image("train", 3, 9)))
     file = io.BytesIO(archive(files()))
     with tarfile.open(fileobj=file, mode="a") as written:

@@ -1,17 +1,18 @@
 """Images of several domains: how they are read, split and ordered, and which folders are refused."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from shutil import copytree
 
 import numpy as np
 import pytest
 import torch
 
 from holdfast.data import domain_set
-from holdfast.data.domains import DomainOrder, JoinedImages
-from holdfast.data.labelled_images import ArrayImages, FileImages, decode
+from holdfast.data.draws import DomainOrder
+from holdfast.data.images import FileImages, decode
 
 DOMAINS = {"art": 15, "cartoon": 10, "photo": 12, "sketch": 21}
 CLASSES = ("cat", "dog", "elk")
@@ -43,7 +44,7 @@ def test_the_splits_are_those_of_training_domain_validation(folder: Path) -> Non
         others = [name for name in DOMAINS if name != held_out]
         assert len(splits["valid"]) == sum(DOMAINS[name] // 5 for name in others)
         assert len(splits["train"]) == sum(DOMAINS[name] - DOMAINS[name] // 5 for name in others)
-        paths = found.domains[held_out].files.paths
+        paths = found.domains[held_out].paths
         assert splits["test"] is found.domains[held_out]
         assert paths == [path for name in CLASSES for path in sorted((folder / held_out / name).iterdir())]
         # Pixels are noise, so an image is known by them: every image of a training domain is in one of the two splits.
@@ -51,7 +52,7 @@ def test_the_splits_are_those_of_training_domain_validation(folder: Path) -> Non
         expected = [
             torch.from_numpy(decode(path, 4)).permute(2, 0, 1).float() / 255
             for name in others
-            for path in found.domains[name].files.paths
+            for path in found.domains[name].paths
         ]
         as_bytes = Counter(one.numpy().tobytes() for one in used)
         assert as_bytes == Counter(one.numpy().tobytes() for one in expected) and set(as_bytes.values()) == {1}
@@ -69,15 +70,14 @@ def test_the_split_of_a_domain_depends_on_the_seed_only(folder: Path) -> None:
     assert not torch.equal(equal.orders[0].at(range(40)), equal.orders[1].at(range(40)))
 
 
-def test_labels_and_pixels_of_joined_images_stay_together() -> None:
-    labels = [torch.arange(5), torch.arange(5, 9)]
-    parts = [ArrayImages(own.byte()[:, None, None, None].expand(-1, 3, 2, 2).contiguous(), own) for own in labels]
-    joined = JoinedImages(parts, [torch.tensor([4, 0, 2]), torch.tensor([1, 3])])
-    assert joined.labels.tolist() == [4, 0, 2, 6, 8] and len(joined) == 5
-    wanted = torch.tensor([4, 0, 3, 0, 2])
-    values = (joined.pixels(wanted) * 255).round().long()
-    assert values[:, 0, 0, 0].tolist() == joined.labels[wanted].tolist()
-    assert joined.pixels([]).shape == (0, 3, 2, 2)
+def test_labels_and_pixels_of_joined_domains_stay_together(folder: Path) -> None:
+    train = domain_set(folder, size=4).leave_out("photo", seed=0).images("train")
+    assert isinstance(train, FileImages)
+    assert [CLASSES[label] for label in train.labels.tolist()] == [path.parent.name for path in train.paths]
+    wanted = torch.tensor([30, 0, 13, 0])
+    expected = [torch.from_numpy(decode(train.paths[number], 4)).permute(2, 0, 1) for number in wanted.tolist()]
+    assert torch.equal(train.pixels(wanted), torch.stack(expected).float() / 255)
+    assert train.pixels([]).shape == (0, 3, 4, 4)
 
 
 def test_a_batch_has_as_many_images_of_each_domain(folder: Path) -> None:
@@ -110,14 +110,16 @@ def test_a_batch_that_cannot_be_equal_is_refused() -> None:
 
 
 def test_images_in_memory_are_those_of_the_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files, kept = domain_set(folder, size=5), domain_set(folder, size=5)
+    kept = domain_set(folder, size=5)
     kept.read()
-    assert all(images.values is not None for images in kept.domains.values())
-    for name in DOMAINS:
-        assert torch.equal(files.domains[name].pixels([3, 1]), kept.domains[name].pixels(torch.tensor([3, 1])))
-    monkeypatch.setattr("holdfast.data.domains.LARGEST_IN_MEMORY", 10)
+    monkeypatch.setattr("holdfast.data.images.LARGEST_IN_MEMORY", 10)
+    files = domain_set(folder, size=5)
     files.read()
-    assert all(images.is_read and images.values is None for images in files.domains.values())
+    for name in DOMAINS:
+        assert len(kept.domains[name].decoded or ()) == sum(DOMAINS.values()) and files.domains[name].decoded is None
+        assert torch.equal(files.domains[name].pixels([3, 1]), kept.domains[name].pixels(torch.tensor([3, 1])))
+    train = kept.leave_out("photo", seed=0).images("train")
+    assert isinstance(train, FileImages) and train.decoded is kept.domains["photo"].decoded  # not decoded again
 
 
 def test_crops_and_sides_are_those_of_the_files_on_disk_in_the_order_of_the_batch(folder: Path) -> None:
@@ -125,7 +127,7 @@ def test_crops_and_sides_are_those_of_the_files_on_disk_in_the_order_of_the_batc
     found.read()  # images in memory are smaller than those on disk, and are not what is cropped
     train = found.leave_out("photo", seed=0).images("train")
     paths = [
-        found.domains[name].files.paths[number]
+        found.domains[name].paths[number]
         for name in DOMAINS
         if name != "photo"
         for number in found.split(name, 0)[0].tolist()
@@ -147,10 +149,6 @@ def test_crops_and_sides_are_those_of_the_files_on_disk_in_the_order_of_the_batc
         alone = FileImages([paths[number]], [0], 4).crops([0], partial(choose_at, place))
         assert torch.equal(crops[place], alone[0])
     assert train.sides(wanted) == [7] * 5 == found.domains["photo"].sides(range(5))
-    assert (
-        JoinedImages([ArrayImages(torch.zeros(2, 3, 4, 4, dtype=torch.uint8), torch.zeros(2))], [torch.arange(2)]).sides([0])
-        is None
-    )
 
 
 def test_the_checksum_and_the_description_name_every_file_and_domain(folder: Path) -> None:
@@ -163,59 +161,51 @@ def test_the_checksum_and_the_description_name_every_file_and_domain(folder: Pat
     assert domain_set(folder, size=4).checksum != before.checksum
 
 
-def _one_domain(folder: Path) -> None:
-    for name in ("art", "cartoon", "photo"):
-        (folder / name).rename(folder.parent / name)
+def move_out(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).rename(folder.parent / name.replace("/", "-"))
 
 
-def _empty(folder: Path) -> None:
-    for name in DOMAINS:
-        (folder / name).rename(folder.parent / name)
-
-
-def _other_class(folder: Path) -> None:
-    (folder / "sketch" / "dog").rename(folder / "sketch" / "horse")
-
-
-def _more_classes(folder: Path) -> None:
-    (folder / "sketch" / "horse").mkdir()
-    (folder / "sketch" / "cat" / "000.png").rename(folder / "sketch" / "horse" / "0.png")
-
-
-def _empty_class(folder: Path) -> None:
-    for file in (folder / "photo" / "dog").iterdir():
-        file.rename(file.with_suffix(".txt"))
-
-
-def _classes_without_domains(folder: Path) -> None:
+def classes_without_domains(folder: Path) -> None:
     for name in CLASSES:
         (folder / "art" / name).rename(folder / name)
     (folder / "art").rmdir()
 
 
-def _one_class(folder: Path) -> None:
-    for name in DOMAINS:
-        for other in ("dog", "elk"):
-            (folder / name / other).rename(folder.parent / f"{name}-{other}")
+def delete(paths: Iterable[Path]) -> None:
+    for path in paths:
+        path.unlink()
 
 
-def _too_few(folder: Path) -> None:
-    for name in CLASSES:
-        for file in sorted((folder / "art" / name).iterdir())[1:]:
-            file.unlink()
+OTHERS = [f"{domain}/{name}" for domain in DOMAINS for name in ("dog", "elk")]
 
 
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
-        (_one_domain, r"one domain only, sketch; to leave one domain out, put the images into folders DOMAIN/CLASS"),
-        (_empty, r"pacs has no folders; to leave one domain out"),
-        (_other_class, r"the domain sketch has no class dog, which art has; every domain needs the same classes"),
-        (_more_classes, r"the domain art has no class horse, which sketch has"),
-        (_empty_class, r"photo/dog has no images \(.*\.png.*\); add some, or remove the folder"),
-        (_classes_without_domains, r"the domain .*/cat has no folders of classes; put the images into folders DOMAIN/CLASS"),
-        (_one_class, r"one class only, cat; classification needs two"),
-        (_too_few, r"pacs/art has 3 images; splitting a domain needs at least 5"),
+        (
+            lambda folder: move_out(folder, "art", "cartoon", "photo"),
+            r"one domain only, sketch; to leave one domain out, put the images into folders DOMAIN/CLASS",
+        ),
+        (lambda folder: move_out(folder, *DOMAINS), r"pacs has no folders; to leave one domain out"),
+        (
+            lambda folder: (folder / "sketch" / "dog").rename(folder / "sketch" / "horse"),
+            r"the domain sketch has no class dog, which art has; every domain needs the same classes",
+        ),
+        (
+            lambda folder: copytree(folder / "sketch" / "cat", folder / "sketch" / "horse"),
+            r"the domain art has no class horse, which sketch has",
+        ),
+        (
+            lambda folder: delete((folder / "photo" / "dog").iterdir()),
+            r"photo/dog has no images \(.*\.png.*\); add some, or remove the folder",
+        ),
+        (classes_without_domains, r"the domain .*/cat has no folders of classes; put the images into folders DOMAIN/CLASS"),
+        (lambda folder: move_out(folder, *OTHERS), r"one class only, cat; classification needs two"),
+        (
+            lambda folder: delete(path for name in CLASSES for path in sorted((folder / "art" / name).iterdir())[1:]),
+            r"pacs/art has 3 images; splitting a domain needs at least 5",
+        ),
     ],
 )
 def test_a_folder_that_cannot_be_used_is_one_sentence(damage: Callable[[Path], None], sentence: str, folder: Path) -> None:
@@ -233,17 +223,11 @@ def test_hidden_folders_and_loose_files_are_not_domains_or_classes(folder: Path)
     assert {name: len(images) for name, images in domain_set(folder).domains.items()} == DOMAINS
 
 
-def test_a_file_that_is_no_image_is_found_before_training(folder: Path) -> None:
-    (folder / "sketch" / "elk" / "zz.png").write_bytes(b"not an image")
-    found = domain_set(folder, size=4)
-    with pytest.raises(ValueError, match=r"sketch/elk/zz.png is not an image that can be read"):
-        found.read()
-
-
-def test_an_image_that_ends_too_early_is_found_before_training(folder: Path) -> None:
-    path = folder / "art" / "cat" / "000.png"
-    path.write_bytes(path.read_bytes()[:60])
-    with pytest.raises(ValueError, match=r"art/cat/000.png is not an image that can be read"):
+@pytest.mark.parametrize("length", [0, 60])
+def test_a_damaged_image_is_found_before_training(folder: Path, length: int) -> None:
+    path = folder / "sketch" / "elk" / "002.png"
+    path.write_bytes(path.read_bytes()[:length] or b"not an image")
+    with pytest.raises(ValueError, match=r"sketch/elk/002.png is not an image that can be read"):
         domain_set(folder, size=4).read()
 
 

@@ -2,26 +2,14 @@
 
 import json
 import lzma
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from holdfast.data import TextSet, text_set
-from holdfast.data.label_sources import GLUE
-from holdfast.data.labelled_texts import class_numbers
+from holdfast.data.labelled_texts import GLUE, class_numbers
 
-# For each GLUE task: the header of train and of dev, and how a row is written from its text, its pair and its label.
-PARSES = ["index", "promptID", "pairID", "genre", "parse1", "parse2", "parse3", "parse4"]
-HEADERS = {
-    "sst2": ["sentence", "label"],
-    "mrpc": ["Quality", "#1 ID", "#2 ID", "#1 String", "#2 String"],
-    "qqp": ["id", "qid1", "qid2", "question1", "question2", "is_duplicate"],
-    "stsb": ["index", "genre", "filename", "year", "old_index", "source1", "source2", "sentence1", "sentence2", "score"],
-    "mnli": [*PARSES, "sentence1", "sentence2", "label1", "gold_label"],
-    "qnli": ["index", "question", "sentence", "label"],
-    "rte": ["index", "sentence1", "sentence2", "label"],
-    "wnli": ["index", "sentence1", "sentence2", "label"],
-}
 LABELS = {
     "stsb": ["0.0", "2.5", "5.0"],
     "mnli": ["contradiction", "entailment", "neutral"],
@@ -30,7 +18,7 @@ LABELS = {
 }
 
 
-def row(task: str, number: int, header: list[str]) -> str:
+def row(task: str, number: int, header: Sequence[str]) -> str:
     labels = LABELS.get(task, ["0", "1"])
     columns = GLUE[task].columns
     cells = {columns.text: f'the "first {number}', columns.pair: f"second' {number}"}
@@ -39,20 +27,17 @@ def row(task: str, number: int, header: list[str]) -> str:
 
 
 def write_task(folder: Path, task: str) -> None:
-    place = folder / GLUE[task].folder
+    place, columns = folder / GLUE[task].folder, GLUE[task].columns
     place.mkdir(parents=True)
     files = {"train.tsv": 20, **{file: 3 + place for place, (_, file) in enumerate(GLUE[task].tests)}}
     for name, count in files.items():
-        if task == "cola":  # without a header
-            rows = "".join(f'gj04\t{number % 2}\t*\tthe "first {number}\n' for number in range(count))
-            (place / name).write_text(rows)
-            continue
-        header = HEADERS[task]
-        if task == "mnli" and name != "train.tsv":  # its dev files have the labels of five people
-            header = [*header[:-1], "label2", "label3", "label4", "label5", header[-1]]
-        mark = "\ufeff" if task == "mrpc" else ""  # as in GLUE's own file
+        names = [one for one in (columns.label, columns.pair, columns.text) if one is not None]
+        others = ["index"] if name == "train.tsv" else ["index", "label1", "label2"]  # MNLI's dev files have more columns
+        header = GLUE[task].header or [*others, *names]
         rows = "".join(row(task, number, header) for number in range(count))
-        (place / name).write_text(mark + "\t".join(header) + "\n" + rows)
+        mark = "\ufeff" if task == "mrpc" else ""  # as in GLUE's own file
+        first = "" if GLUE[task].header else "\t".join(header) + "\n"  # CoLA's files have no header
+        (place / name).write_text(mark + first + rows)
     (place / "test.tsv").write_text("index\tsentence\n0\tno label\n")
 
 

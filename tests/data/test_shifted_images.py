@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from holdfast.data import class_names
-from holdfast.data.class_names import ClassIndex, outputs_of, read_class_index
-from holdfast.data.shifted_images import recognise, unsplit_images
+from holdfast.data import shifted_images
+from holdfast.data.shifted_images import ClassIndex, outputs_of, read_class_index, recognise, unsplit_images
 
 IDS = [f"n{20_000_000 + number:08}" for number in range(1000)]
 
@@ -59,7 +58,7 @@ def test_a_folder_of_one_class_is_described_in_the_singular(tmp_path: Path) -> N
 
 def test_a_published_list_of_classes_is_recognised_in_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "odd" / IDS[0] / "1.jpg", tmp_path / "odd" / IDS[1] / "2.jpg")
-    monkeypatch.setitem(class_names.PUBLISHED, hashlib.sha256(" ".join(IDS[:2]).encode()).hexdigest(), "ImageNet-O")
+    monkeypatch.setitem(shifted_images.PUBLISHED, hashlib.sha256(" ".join(IDS[:2]).encode()).hexdigest(), "ImageNet-O")
     assert recognise(str(tmp_path / "odd")).kind == "outliers"
 
 
@@ -108,12 +107,12 @@ def test_class_indexes_are_read_from_folders_and_files(tmp_path: Path) -> None:
 
 def test_ids_without_names_need_the_usual_thousand_classes(monkeypatch: pytest.MonkeyPatch) -> None:
     usual = [f"thing {number}" for number in range(1000)]
-    for number, name in class_names.LANDMARKS.items():
+    for number, name in shifted_images.LANDMARKS.items():
         usual[number] = f"{name.title()}, other word"
     index = ClassIndex("folder", tuple(IDS))
     with pytest.raises(ValueError, match="not the usual"):  # the list is not ImageNet's
         outputs_of(Path("a"), IDS[5:7], usual, index)
-    monkeypatch.setitem(class_names.PUBLISHED, hashlib.sha256(" ".join(IDS).encode()).hexdigest(), "ImageNet")
+    monkeypatch.setitem(shifted_images.PUBLISHED, hashlib.sha256(" ".join(IDS).encode()).hexdigest(), "ImageNet")
     assert outputs_of(Path("a"), IDS[5:7], usual, index) == [5, 6]
     assert outputs_of(Path("a"), IDS[5:7], ["background", *usual], index) == [6, 7]
     with pytest.raises(ValueError, match="not the usual"):  # the model's classes are in another order

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from data.hub_tokenizers import write_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -43,26 +44,7 @@ def placed(tokenizer: Tokenizer, documents: list[Document]) -> list[tuple[str, i
 
 
 def hub(folder: Path, kind: str) -> HubTokenizer:
-    """A fast tokeniser with few merges, of bytes or of lower-case words; one with an end of text, one without."""
-    from tokenizers import Tokenizer as Fast
-    from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    if kind == "bytes":
-        fast = Fast(models.BPE())
-        fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        fast.decoder = decoders.ByteLevel()
-        alphabet = pre_tokenizers.ByteLevel.alphabet()
-        pairs = trainers.BpeTrainer(vocab_size=290, special_tokens=["<|end|>"], initial_alphabet=alphabet)
-        fast.train_from_iterator(TEXTS, pairs)
-        PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="<|end|>").save_pretrained(folder)
-    else:
-        fast = Fast(models.WordLevel(unk_token="<unk>"))
-        fast.normalizer = normalizers.Lowercase()
-        fast.pre_tokenizer = pre_tokenizers.Whitespace()
-        fast.train_from_iterator(TEXTS, trainers.WordLevelTrainer(special_tokens=["<unk>"]))
-        PreTrainedTokenizerFast(tokenizer_object=fast, unk_token="<unk>").save_pretrained(folder)
-    return HubTokenizer(str(folder))
+    return HubTokenizer(str(write_tokenizer(folder, kind, TEXTS)))
 
 
 @pytest.mark.parametrize("cut", WORD_SPLITTERS)

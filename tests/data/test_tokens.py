@@ -1,12 +1,12 @@
 """Tokenisers: words, bytes, and Hugging Face's; encoded and decoded, recorded and rebuilt."""
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from data.hub_tokenizers import write_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -36,21 +36,7 @@ def source(**texts: str) -> Corpus:
 
 @pytest.fixture(scope="module")
 def hub_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a byte-pair tokeniser into a folder, as in the folder of a model."""
-    from tokenizers import Tokenizer as Fast
-    from tokenizers import decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    fast = Fast(models.BPE())
-    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    fast.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    fast.train_from_iterator(
-        [TEXT], trainers.BpeTrainer(vocab_size=300, special_tokens=["<|end|>"], initial_alphabet=alphabet)
-    )
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="<|end|>", model_max_length=8).save_pretrained(folder)
-    return folder
+    return write_tokenizer(tmp_path_factory.mktemp("models") / "tiny", "bytes", [TEXT])
 
 
 def every(hub_folder: Path) -> list[Tokenizer]:
@@ -150,17 +136,6 @@ def test_the_usual_tokeniser_of_a_text_is_its_own_and_words_are_those_of_trainin
     assert tokenizer(toy).name == "words"
     assert tokenizer(toy).encode("a d").tolist()[1] == 0
     assert len(tokenizer(toy, size=4)) == 4
-
-
-def test_the_number_of_words_does_not_depend_on_the_tokeniser(hub_folder: Path) -> None:
-    """So exp(total nll / words) can be compared between models of words and of subwords."""
-    toy = source(train=TEXT, test=TEXT)
-    by_words, by_pieces = tokenizer(toy, "words"), tokenizer(toy, hub_folder)
-    assert toy.count_words("test") == len(by_words.stream(toy.documents("test")))
-    assert len(by_pieces.stream(toy.documents("test"))) > toy.count_words("test")
-    assert toy.count_bytes("test") == len(TEXT.encode()) + len("Another one.")
-    uniform = len(by_words.stream(toy.documents("test"))) * math.log(len(by_words))
-    assert math.exp(uniform / toy.count_words("test")) == pytest.approx(len(by_words))
 
 
 def test_a_hub_tokeniser_adds_nothing_and_is_not_cut_at_the_models_length(hub_folder: Path) -> None:

@@ -127,8 +127,8 @@ def test_a_wrong_number_of_shared_experts_is_refused() -> None:
 
 
 def test_a_recipe_gives_every_router_the_same_shared_experts(tmp_path: Path) -> None:
+    from holdfast.train.building import build_model
     from holdfast.train.saved_model import make_task
-    from holdfast.train.training import build_model
 
     recipe = load_recipe("vmoe-tiny", {"sparse.shared": 1})
     task = make_task(recipe, None)

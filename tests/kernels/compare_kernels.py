@@ -12,7 +12,7 @@ from torch import Tensor
 
 from holdfast.kernels import balance
 from holdfast.kernels.balance import triton as balance_triton
-from holdfast.kernels.dispatch import GLUS, combine_rows_reference, dispatch, triton_rows
+from holdfast.kernels.dispatch import GLUS, combine_rows_reference, dispatch
 from holdfast.kernels.dispatch import triton as dispatch_triton
 from holdfast.kernels.finite import decode_name, encode_name
 from holdfast.kernels.finite import triton as finite_triton
@@ -58,7 +58,7 @@ def compare(device: str, dtype: torch.dtype, tokens: int = 63, experts: int = 6,
         rows.to(device), plan.slots, weights.to(device), plan.used, bias.to(device), plan.offsets
     )
     close(combined, combine_rows_reference(biased, plan.slots.cpu(), weights, used), dtype)
-    added = triton_rows.add_bias(rows.to(device, copy=True), bias.to(device), plan.offsets)
+    added = dispatch_triton.add_bias(rows.to(device, copy=True), bias.to(device), plan.offsets)
     close(added[:used], biased[:used], dtype)
 
     other, grad = torch.randn_like(rows), torch.randn_like(rows)
@@ -68,17 +68,17 @@ def compare(device: str, dtype: torch.dtype, tokens: int = 63, experts: int = 6,
     by_slot = weights.new_zeros(weights.shape).double().flatten()
     wide, wide_grad = rows[:used].double(), grad[:used].double()
     expected = wide_grad * row_weights, wide * row_weights, by_slot.scatter(0, order, (wide * wide_grad).sum(1))
-    *by_row, dots = triton_rows.scale_and_dot(grad.to(device, copy=True), rows.to(device), *on_device)
+    *by_row, dots = dispatch_triton.scale_and_dot(grad.to(device, copy=True), rows.to(device), *on_device)
     for got, wanted in zip([*(each[:used] for each in by_row), dots.flatten()], expected, strict=True):
         close(got, wanted, dtype)
 
     sums = torch.zeros(experts, hidden).double()
     for weighing, scale in ((None, torch.ones(used, 1)), (weights.to(device), row_weights)):
-        got = triton_rows.sum_rows(rows.to(device), plan.offsets, weighing, plan.order)
+        got = dispatch_triton.sum_rows(rows.to(device), plan.offsets, weighing, plan.order)
         close(got, sums.index_add(0, of_row, wide * scale), torch.float32)
     before = torch.randn(tokens, slots)
     dots = before.to(device, copy=True)
-    triton_rows.add_bias_dots(rows.to(device), bias.to(device), plan.order, plan.offsets, dots)
+    dispatch_triton.add_bias_dots(rows.to(device), bias.to(device), plan.order, plan.offsets, dots)
     products = (wide * bias[of_row]).sum(1)
     close(dots.flatten(), before.double().flatten().scatter_add(0, order, products), torch.float32)
 
@@ -87,17 +87,17 @@ def compare(device: str, dtype: torch.dtype, tokens: int = 63, experts: int = 6,
         pair = gate_up[:used].double().requires_grad_()
         gate, up = pair.chunk(2, dim=-1)
         product = ACTIVATIONS[name](gate) * up
-        close(triton_rows.glu(gate_up.to(device), plan.used, name)[:used], product, dtype)
+        close(dispatch_triton.glu(gate_up.to(device), plan.used, name)[:used], product, dtype)
         (slope,) = torch.autograd.grad(product, pair, wide_grad * row_weights)
         expected = slope, product * row_weights, by_slot.scatter(0, order, (product * wide_grad).sum(1).detach())
-        *by_row, dots = triton_rows.glu_backward(grad.to(device, copy=True), gate_up.to(device), *on_device, name)
+        *by_row, dots = dispatch_triton.glu_backward(grad.to(device, copy=True), gate_up.to(device), *on_device, name)
         for got, wanted in zip([*(each[:used] for each in by_row), dots.flatten()], expected, strict=True):
             close(got, wanted, dtype)
 
     spoilt = gate_up.clone()
     spoilt[0, 1] = torch.nan
     for name in GLUS:  # NaN stays NaN, in the row and column where it was
-        found = triton_rows.glu(spoilt.to(device), plan.used, name)[:used].isnan().nonzero()
+        found = dispatch_triton.glu(spoilt.to(device), plan.used, name)[:used].isnan().nonzero()
         assert found.tolist() == [[0, 1]], name
 
     offsets = plan.offsets.cpu()
@@ -190,11 +190,11 @@ def balancing(device: str, tokens: int, experts: int, slots: int, masked: bool) 
 
 def many_rows_a_program(device: str) -> None:
     """Programs take several rows each, as they do where slots are many and ragged."""
-    usual, triton_rows.MOST_PROGRAMS = triton_rows.MOST_PROGRAMS, 20
+    usual, dispatch_triton.MOST_PROGRAMS = dispatch_triton.MOST_PROGRAMS, 20
     try:
         compare(device, torch.float32, tokens=5, experts=18, slots=dispatch_triton.FEW_SLOTS + 1)
     finally:
-        triton_rows.MOST_PROGRAMS = usual
+        dispatch_triton.MOST_PROGRAMS = usual
 
 
 def in_three_kernels(what: Callable[..., None], *given: Any) -> None:

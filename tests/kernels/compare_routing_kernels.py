@@ -1,23 +1,17 @@
 """Comparisons of the kernels of routing with plain mathematics; test_comparisons.py has a case for each."""
 
 import itertools
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
-from holdfast.kernels import balance
-from holdfast.kernels.balance import triton as balance_triton
 from holdfast.kernels.clusters import TILE
 from holdfast.kernels.clusters import triton as clusters_triton
-from holdfast.kernels.finite import decode_name, encode_name
 from holdfast.kernels.fp32_linear import triton as fp32_linear_triton
-from holdfast.kernels.plain_top_k import triton as plain_triton
 from holdfast.kernels.select import POWERS, TINY, WEIGHINGS, Amounts, Weighing, smooth_strip, top_reference, weigh
 from holdfast.kernels.select import triton as select_triton
 from holdfast.kernels.statistics import midpoint, order_statistic
@@ -95,7 +89,7 @@ def clusters(
     weight, spreads = torch.randn(width, dim).to(weight_dtype), torch.rand(groups, dim)
     spreads[3] = 0
     there = None if real is None else from_a_mask(real.to(device))
-    order, owners, bounds, totals = clusters_triton.group(first.to(device), there, groups, TILE)
+    order, owners, bounds, totals = clusters_triton.group(first.to(device), there, groups)
 
     members = first[:, None] == torch.arange(groups + 1)
     same(totals, (members & counted[:, None]).sum(0)[:groups].float())
@@ -105,7 +99,7 @@ def clusters(
     for tile, owner in enumerate(owners.tolist()):
         mine = listed[tile * TILE : (tile + 1) * TILE]
         assert (first[mine[mine < count]] == owner).all()
-    where = previous.to(device), there, order, bounds, TILE
+    where = previous.to(device), there, order, bounds
     inputs = previous.double() * counted[:, None]
     by_cluster = (members & counted[:, None]).double()[:, :groups]
     sums = by_cluster.t() @ inputs
@@ -114,7 +108,7 @@ def clusters(
     centred = inputs - by_cluster @ (sums / by_cluster.sum(0).clamp_min(1)[:, None])
     for squared, amounts in ((False, centred.abs()), (True, centred.square())):
         for around in (None, got):  # their own mean, or a given one
-            spread = clusters_triton.sums(*where, around=around, counts=totals, squared=squared)
+            spread = clusters_triton.sums(*where, around, totals, squared)
             close(spread, by_cluster.t() @ amounts, 1e-6)
 
     scales = clusters_triton.feature_scales(spreads.to(device), SMALLEST_SPREAD)
@@ -124,7 +118,7 @@ def clusters(
     x, w = tokens.to(device), weight.to(device)
     g = fp32_linear_triton.split_gradient(grad.to(device), x, w)
     close(
-        fp32_linear_triton.linear(x, w, parts),
+        fp32_linear_triton.linear(x, w, *parts),
         (tokens.double() * scaling) @ weight.double().t(),
         2**-18 if weight_dtype == torch.bfloat16 and dim >= fp32_linear_triton.WIDE else 1e-6,
     )
@@ -272,63 +266,6 @@ def order(device: str, padded: bool, wanted: int) -> None:
     same(statistics_triton.at_rank(below.to(device), counts), order_statistic(values, real, below))
 
 
-def plain(device: str, experts: int, k: int, count: int, programs: int) -> None:
-    """Gates, experts, weights and loss of plain top-k routing, and the gradients of all that may have one."""
-    logits = torch.randn(count, experts)
-    logits[1] = 0  # ties: the lower index wins
-    logits[2] = 90 * torch.randn(experts)
-    with patch.object(plain_triton, "MOST_PROGRAMS", programs):
-        gates, chosen, weights, sums = plain_triton.route(logits.to(device), k, None, True)
-    blocks = -(-count // int(select_triton.forward_options(experts, k)["ROWS"]))
-    assert sums.shape == (min(programs, blocks), 2 * experts + 1)
-    with patch.object(plain_triton, "MOST_SUMS", 2 * experts):
-        fewer = plain_triton.route(logits.to(device), k, None, True)[3]
-    assert fewer.shape[0] == min(2, blocks)
-    close(fewer.sum(0), sums.cpu().sum(0), 1e-6)
-    loss, slopes = balance_triton.loss(sums, experts, 0.3)
-    leaf = logits.double().requires_grad_()
-    expected = top_reference(logits, k)
-    wanted = torch.softmax(leaf, -1), torch.softmax(leaf.gather(1, expected), -1)
-    of_balance = 0.3 * balance.reference(wanted[0], expected, None, None)
-    assert torch.equal(chosen.cpu(), expected)
-    for got, own in zip((gates, weights, loss), (*wanted, of_balance), strict=True):
-        close(got, own, 1e-6)
-    without = plain_triton.route(logits.to(device), k, None, False)
-    assert torch.equal(without[0], gates) and torch.equal(without[2], weights) and without[3].numel() == 0
-    given = torch.randn(count, experts), torch.randn(count, k), torch.randn(())
-    outputs = leaf, wanted[1], of_balance
-    for used in itertools.product((False, True), repeat=3):
-        if any(used):
-            kept = [(output, grad) for output, grad, use in zip(outputs, given, used, strict=True) if use]
-            (slope,) = torch.autograd.grad(
-                [output for output, _ in kept], leaf, [grad.to(output.dtype) for output, grad in kept], retain_graph=True
-            )
-            grads = [grad.to(device) if use else None for grad, use in zip(given, used, strict=True)]
-            gradient: Any = partial(plain_triton.gradient, logits.to(device), chosen, grads[0], grads[1], grads[2])
-            # If every token selects every expert, the slopes are equal, and their parts of the gradient cancel.
-            cancelled = given[2] * slopes.cpu()
-            close(gradient(slopes), slope, 1e-5, cancelled)
-            for parts, tolerance in ((2, 2e-5), (3, 1e-5)):
-                split = gradient(slopes, parts)
-                assert split.shape == (parts, count, experts) and split.dtype == torch.bfloat16
-                close(split.double().sum(0), slope, tolerance, cancelled)
-
-
-def plain_finite(device: str, count: int, place: int, value: float) -> None:
-    """A logit that is not finite is reported with the layer's name, unless an earlier layer has reported one."""
-    logits = torch.randn(count, 6, device=device)
-    for before, expected in ((0, "blocks.3"), (1, "")):
-        name = torch.zeros(128, dtype=torch.uint8, device=device)
-        found = torch.full((), before, dtype=torch.int32, device=device)
-        record = encode_name("blocks.3").to(device), name, found
-        plain_triton.route(logits, 2, record, True)
-        assert int(found) == before and decode_name(name.cpu()) == ""
-        bad = logits.clone()
-        bad.view(-1)[place] = value
-        plain_triton.route(bad, 2, record, False)
-        assert int(found) == 1 and decode_name(name.cpu()) == expected
-
-
 def comparisons(device: str) -> dict[str, Callable[[], None]]:
     """Return what to compare on a device, by name."""
     found: dict[str, Callable[[], None]] = {}
@@ -343,11 +280,6 @@ def comparisons(device: str) -> dict[str, Callable[[], None]]:
         for weight_dtype in (dtype, torch.float32):
             add(products, dtype, weight_dtype, width, dim)
     add(one_token_at_a_time)
-    for experts, k in ((1, 1), (6, 2), (13, 4), (16, 16), (40, select_triton.FEW_SLOTS + 1), (200, 8)):
-        for programs in (3, 1024):
-            add(plain, experts, k, 70, programs)
-    for place, value in ((0, math.nan), (-1, math.inf), (200, -math.inf)):
-        add(plain_finite, 50, place, value)
     for dtype, padded in itertools.product(short_dtypes, (False, True)):
         add(clusters, dtype, torch.float32 if padded else dtype, padded)
     for due in (False, True):

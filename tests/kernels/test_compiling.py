@@ -9,36 +9,16 @@ pytest.importorskip("triton")
 
 from holdfast.kernels.balance import triton as balance_triton
 from holdfast.kernels.dispatch import triton as dispatch_triton
-from holdfast.kernels.dispatch import triton_rows
-from holdfast.kernels.fast_launch import FastLaunch
 from holdfast.kernels.finite import triton as finite_triton
-from holdfast.kernels.plain_top_k import triton as plain_triton
+from holdfast.kernels.operators import Kernel
 
 B16, F32, I32, I64 = "*bf16", "*fp32", "*i32", "*i64"
 SORTED = {"slots": I64, "order": I64, "used": I32, "offsets": I32, "counts": I32, "totals": I32}
-ROUTED = {"chosen": I64, "layer": "*u8", "name": "*u8", "found": I32, "tiny": "fp32", "coefficient": "fp32", "real": "*i1"}
+ROUTED = {"chosen": I64, "layer": "*u8", "name": "*u8", "found": I32, "tiny": "fp32", "real": "*i1"}
 NUMBERS = ("size", "rows", "experts", "k", "tokens", "width", "blocks", "most", "slots")
 
 # The kernel, the types of its tensors beyond SORTED and ROUTED, and its constants.
 KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
-    "route": (
-        plain_triton._route,
-        dict.fromkeys(("logits", "gates", "weights", "sums"), F32),
-        {"CHECKED": True, "BALANCED": True, "LETTERS": 128, "ROWS": 16, "EXPERTS": 16, "CHUNK": 16, "FEW": True},
-    ),
-    "gradient of route": (
-        plain_triton._gradient,
-        {**dict.fromkeys(("logits", "of_logits", "of_weights", "of_loss", "slopes"), F32), "out": B16},
-        {"HAS_LOGITS": True, "HAS_WEIGHTS": True, "HAS_LOSS": True, "PARTS": 2, "ROWS": 16, "EXPERTS": 16},
-    ),
-    **{
-        f"gradient of route in {parts} parts": (
-            plain_triton._gradient,
-            {**dict.fromkeys(("logits", "of_logits", "of_weights", "of_loss", "slopes"), F32), "out": B16 if parts else F32},
-            {"HAS_LOGITS": False, "HAS_WEIGHTS": True, "HAS_LOSS": True, "PARTS": parts, "ROWS": 16, "EXPERTS": 16},
-        )
-        for parts in (0, 3)
-    },
     "balance": (balance_triton._loss, dict.fromkeys(("sums", "loss", "slopes"), F32), {"R": 64, "E": 16}),
     "sums of balance": (
         balance_triton._sums,
@@ -59,18 +39,18 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
         {"WEIGHTED": True, "K": 2, "SLOTS": 2, "FEW": True, "BLOCK": 128, "BINS": 16},
     ),
     "sum rows": (
-        triton_rows._sum_rows,
+        dispatch_triton._sum_rows,
         {"rows": B16, "weights": F32, "out": F32},
         {"WEIGHTED": True, "ROWS": 32, "COLUMNS": 64},
     ),
     "add bias dots": (
-        triton_rows._add_bias_dots,
+        dispatch_triton._add_bias_dots,
         {"grad": B16, "bias": F32, "dots": F32},
         {"BINS": 16, "BLOCK": 128},
     ),
-    "glu": (triton_rows._glu, {"gate_up": B16, "out": B16}, {"NAME": "silu", "BLOCK": 128}),
+    "glu": (dispatch_triton._glu, {"gate_up": B16, "out": B16}, {"NAME": "silu", "BLOCK": 128}),
     "backward of glu": (
-        triton_rows._glu_backward,
+        dispatch_triton._glu_backward,
         {"grad": B16, "gate_up": B16, "weights": F32, "grad_gate_up": B16, "dots": F32},
         {"NAME": "silu", "BLOCK": 128},
     ),
@@ -82,17 +62,17 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
         {"K": 2, "SLOTS": 2, "FEW": True, "BLOCK": 128},
     ),
     "scale and dot": (
-        triton_rows._scale_and_dot,
+        dispatch_triton._scale_and_dot,
         {"grad": B16, "rows": B16, "weights": F32, "scaled": B16, "dots": F32},
         {"BLOCK": 128},
     ),
-    "add bias": (triton_rows._add_bias, {"rows": B16, "bias": F32}, {"BINS": 16, "BLOCK": 128}),
+    "add bias": (dispatch_triton._add_bias, {"rows": B16, "bias": F32}, {"BINS": 16, "BLOCK": 128}),
 }
 
 
 def test_every_kernel_of_a_layer_is_compiled() -> None:
-    modules = balance_triton, dispatch_triton, finite_triton, plain_triton, triton_rows
-    found = {value for module in modules for value in vars(module).values() if isinstance(value, FastLaunch)}
+    modules = balance_triton, dispatch_triton, finite_triton
+    found = {value for module in modules for value in vars(module).values() if isinstance(value, Kernel)}
     assert found == {kernel for kernel, _, _ in KERNELS.values()}
 
 
@@ -110,10 +90,10 @@ def test_a_kernel_compiles(name: str, ones: bool) -> None:
     is_count = {"slots"} if kernel in (dispatch_triton._place, dispatch_triton._count) else set()  # elsewhere a tensor
     signature: dict[str, str] = {}
     fixed = dict(constants)
-    for parameter in kernel.kernel.arg_names:
+    for parameter in kernel.compiler.arg_names:
         is_number = parameter in NUMBERS and (parameter not in types or parameter in is_count)
         signature[parameter] = "constexpr" if parameter in constants else "i32" if is_number else types[parameter]
         if is_number and ones:
             signature[parameter], fixed[parameter] = "constexpr", 1
-    source = ASTSource(kernel.kernel, signature=signature, constexprs=fixed)
+    source = ASTSource(kernel.compiler, signature=signature, constexprs=fixed)
     assert triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1}).asm["ptx"]

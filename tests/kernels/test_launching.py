@@ -8,10 +8,8 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import holdfast
-from holdfast.kernels.fast_launch import FastLaunch
-from holdfast.kernels.fp32_linear import linear_without_autograd
-from holdfast.kernels.launching import is_intercepted
+from holdfast.kernels.fp32_linear import linear_float32
+from holdfast.kernels.operators import Kernel
 
 
 class Compiled:
@@ -27,7 +25,7 @@ class Compiled:
         self.launches.append((arguments[:3], arguments[9:]))
 
 
-class Kernel:
+class Compiler:
     """A stand-in for a kernel of Triton: it counts how often Triton itself launches it."""
 
     arg_names = ("values", "out", "size", "scale", "WIDE", "BLOCK")
@@ -48,13 +46,13 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: "stream", raising=False)
 
 
-def launch(kernel: FastLaunch, values: Tensor, size: int = 5, **constants: Any) -> None:
+def launch(kernel: Kernel, values: Tensor, size: int = 5, **constants: Any) -> None:
     kernel[(3, 2)](values, values, size, 0.5, **{"WIDE": True, "BLOCK": 64, "num_warps": 4, **constants})
 
 
 def test_the_second_launch_does_not_ask_triton() -> None:
-    kernel, values = Kernel(), torch.zeros(8)
-    fast: Any = FastLaunch(kernel)
+    kernel, values = Compiler(), torch.zeros(8)
+    fast: Any = Kernel(kernel)
     launch(fast, values)
     assert kernel.asked == 1 and kernel.launches == []
     other = torch.ones(8)
@@ -78,8 +76,8 @@ OTHER_KINDS: dict[str, Any] = {
 
 @pytest.mark.parametrize("other", OTHER_KINDS)
 def test_arguments_of_another_kind_are_compiled_anew(other: str) -> None:
-    kernel = Kernel()
-    fast: Any = FastLaunch(kernel)
+    kernel = Compiler()
+    fast: Any = Kernel(kernel)
     launch(fast, torch.zeros(8))
     OTHER_KINDS[other](fast)
     assert kernel.asked == 2
@@ -88,8 +86,8 @@ def test_arguments_of_another_kind_are_compiled_anew(other: str) -> None:
 
 
 def test_the_interpreter_is_asked_every_time() -> None:
-    kernel, values = Kernel(compiles=False), torch.zeros(8)
-    fast: Any = FastLaunch(kernel)
+    kernel, values = Compiler(compiles=False), torch.zeros(8)
+    fast: Any = Kernel(kernel)
     launch(fast, values)
     launch(fast, values)
     assert kernel.asked == 2
@@ -97,9 +95,9 @@ def test_the_interpreter_is_asked_every_time() -> None:
 
 def test_a_profiler_with_hooks_is_called_by_triton() -> None:
     knobs = pytest.importorskip("triton.knobs")
-    kernel, values = Kernel(), torch.zeros(8)
+    kernel, values = Compiler(), torch.zeros(8)
     seen: list[Any] = []
-    fast: Any = FastLaunch(kernel)
+    fast: Any = Kernel(kernel)
     launch(fast, values)
     knobs.runtime.launch_exit_hook.add(seen.append)
     launch(fast, values)
@@ -131,37 +129,17 @@ class Own(Tensor):
 def test_modes_see_operators() -> None:
     rows, weight = torch.randn(4, 8), torch.randn(3, 8)
     with Seen() as mode:
-        found = linear_without_autograd(rows, weight)
+        found = linear_float32(rows, weight)
     assert "holdfast::matmul_float32" in mode.names
     torch.testing.assert_close(found, rows @ weight.t())
 
 
 def test_fake_tensors_run_the_fake_operator() -> None:
     with FakeTensorMode():
-        inside = linear_without_autograd(torch.randn(4, 8), torch.randn(3, 8))
+        inside = linear_float32(torch.randn(4, 8), torch.randn(3, 8))
     assert inside.shape == (4, 3) and type(inside).__name__ == "FakeTensor"
 
 
 def test_tensors_of_another_class_see_operators() -> None:
-    linear_without_autograd(torch.randn(4, 8).as_subclass(Own), torch.randn(3, 8))
+    linear_float32(torch.randn(4, 8).as_subclass(Own), torch.randn(3, 8))
     assert any("matmul_float32" in name for name in Own.seen)
-
-
-def test_transforms_see_operators() -> None:
-    rows, weights, seen = torch.randn(4, 8), torch.randn(5, 3, 8), []
-
-    def product(weight: Tensor) -> Tensor:
-        seen.append(is_intercepted())
-        return linear_without_autograd(rows, weight)
-
-    torch.testing.assert_close(torch.func.vmap(product)(weights), rows @ weights.transpose(1, 2))
-    assert seen == [True] and not is_intercepted()
-
-
-def test_batched_gradients_see_operators() -> None:
-    layer = holdfast.MoE(holdfast.create_router("smoe[bias=true]", dim=8, experts=4, k=2), holdfast.Experts(8, 6, 4)).eval()
-    tokens = torch.randn(1, 3, 8)
-    batched, single = (
-        torch.autograd.functional.jacobian(lambda x: layer(x)[0], tokens, vectorize=way) for way in (True, False)
-    )
-    torch.testing.assert_close(batched, single)

@@ -9,7 +9,7 @@ import torch
 
 import holdfast
 from holdfast import Context
-from holdfast.kernels.launching import on_side_stream, wait_for_side_stream
+from holdfast.kernels.operators import on_side_stream, wait_for_side_stream
 from holdfast.routing import Previous, clustering
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
@@ -20,32 +20,19 @@ def add(value: torch.Tensor, given: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_work_after_waiting_sees_the_results_of_the_side_stream(device: str) -> None:
+def test_work_after_waiting_sees_what_the_side_stream_wrote_and_returned(device: str) -> None:
     value, given = torch.zeros(3, device=device), torch.ones(3, device=device)
-
-    def work() -> None:
-        if device == "cuda":
-            torch.cuda._sleep(20_000_000)  # as long as a hundred kernels: without waiting, the next would come first
-        value.add_(given)
-
-    given.mul_(2)  # launched before: the work sees it
-    on_side_stream(value, work)
-    wait_for_side_stream(value)
-    assert (value * 1).tolist() == [2.0, 2.0, 2.0]
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_results_of_the_side_stream_are_ready_after_waiting(device: str) -> None:
-    given = torch.ones(3, device=device)
 
     def work() -> torch.Tensor:
         if device == "cuda":
-            torch.cuda._sleep(20_000_000)
+            torch.cuda._sleep(20_000_000)  # as long as a hundred kernels: without waiting, the next would come first
+        value.add_(given)
         return given + 1
 
-    result = on_side_stream(given, work)
-    wait_for_side_stream(given)
-    assert (result * 1).tolist() == [2.0, 2.0, 2.0]
+    given.mul_(2)  # launched before: the work sees it
+    result = on_side_stream(value, work)
+    wait_for_side_stream(value)
+    assert (value * 1).tolist() == [2.0, 2.0, 2.0] and (result * 1).tolist() == [3.0, 3.0, 3.0]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -15,9 +15,9 @@ from torch import Tensor
 import holdfast
 from holdfast import Context, Experts, MoE
 from holdfast.kernels.attention import projected_norms, take_heads
-from holdfast.kernels.backward import refuse_second_derivatives
 from holdfast.kernels.fp32_linear import _linear_reference, linear_float32, scaled_linear_float32
 from holdfast.kernels.grouped import naive as naive_grouped
+from holdfast.kernels.operators import refuse_second_derivatives
 from holdfast.kernels.select import WEIGHINGS, _weigh_reference
 from holdfast.kernels.token_mixing import SecondProduct, softmax_mix
 from holdfast.kernels.token_mixing import naive as naive_token_mixing

@@ -86,19 +86,6 @@ def test_layers_equal_loops_in_outputs_and_all_gradients(router: str, kind: str,
         torch.testing.assert_close(grad, expected_grads[name], rtol=1e-3, atol=2e-5, msg=f"the gradient of {name} differs")
 
 
-def test_softmoe_with_one_slot_of_one_expert_is_the_expert_on_the_mean_token() -> None:
-    torch.manual_seed(0)
-    router = holdfast.create_router("softmoe", dim=DIM, experts=1)
-    with torch.no_grad():
-        router.score.scale.zero_()  # type: ignore[union-attr, operator]
-    experts = Experts(DIM, HIDDEN, 1)
-    out, routing = holdfast.SoftMoE(router, experts)(draw())
-    zero = torch.zeros(3, 1, dtype=torch.int64)
-    expected = experts(draw().mean(1), zero, torch.ones(3, 1))
-    torch.testing.assert_close(out, expected.unsqueeze(1).expand_as(out))
-    assert torch.equal(routing.weights, torch.ones(21, 1))
-
-
 def test_softmoe_with_any_scale_and_one_expert_gives_all_tokens_the_output_of_one_weighted_mean() -> None:
     layer = holdfast.SoftMoE(holdfast.create_router("softmoe", dim=DIM, experts=1), Experts(DIM, HIDDEN, 1))
     out, routing = layer(draw())
@@ -230,7 +217,7 @@ def test_ac_changes_logits_but_not_what_slots_are_made_of() -> None:
     plain.router.score = plain.router.score.base  # type: ignore[union-attr, assignment]
     assert not torch.allclose(plain(draw())[1].logits, routing.logits, atol=1e-4)
     assert routing.dispatch is not None and routing.shares is not None
-    held = holdfast.SoftMoE.run(layer.experts, draw(), routing, routing.weights, None)
+    held = holdfast.SoftMoE.run(layer.experts, draw(), routing, routing.weights, None, None)
     torch.testing.assert_close(held, layer(draw(), context_for(draw()))[0])
 
 

@@ -5,13 +5,23 @@ import math
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from interval_coverage import coverage
 from wording import mentions
 
-from holdfast.metrics import Blocks, Predictions, Shares, difference_of, level_of, paired
-from holdfast.metrics.paired import Score
-from holdfast.metrics.per_example import newcombe, read_per_example, wilson
+from holdfast.metrics import (
+    Blocks,
+    Cost,
+    Predictions,
+    Shares,
+    block_losses,
+    cost_of_attack,
+    difference_of,
+    level_of,
+    paired,
+)
+from holdfast.metrics.paired import Score, newcombe, read_per_example, wilson
 
 NUMBERS = st.floats(-100, 100).map(lambda value: round(value, 3))
 
@@ -36,19 +46,19 @@ def test_from_three_seeds_on_the_squares_of_both_distances_are_added() -> None:
     assert seeds.high is not None and both.low is not None and both.high is not None
     half = seeds.high - seeds.mean
     assert (both.low, both.high) == pytest.approx((-0.1 - math.hypot(half, 0.03), -0.1 + math.hypot(half, 0.04)))
-    assert both.differs and str(both) == both.words
+    assert both.kind == "lower"
     assert mentions(both.words, "-0.1 ", "95%", "-0.1389 to -0.05291", "3 seeds")
     none = paired([1.0, 2.0, 3.0], [1.1, 1.9, 3.01], examples=(-0.2, 0.2))
-    assert none.differs is False and mentions(none.words, "no difference", "3 seeds", "above 0.32 would show")
+    assert none.kind == "same" and mentions(none.words, "no difference", "3 seeds", "above 0.32 would show")
 
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_fewer_seeds_have_the_interval_of_these_models_and_claim_nothing(count: int) -> None:
     found = paired([1.0] * count, [1.8] * count, examples=(0.6, 1.0))  # equal differences: t over seeds has no width
-    assert (found.low, found.high) == pytest.approx((0.6, 1.0)) and found.differs is None
+    assert (found.low, found.high) == pytest.approx((0.6, 1.0)) and found.kind == "unknown"
     assert mentions(found.words, "+0.8 ", "+0.6 to +1", "these models only")
     bare = paired([1.0] * count, [0.5] * count)
-    assert (bare.mean, bare.low, bare.high, bare.differs) == (-0.5, None, None, None)
+    assert (bare.mean, bare.low, bare.high, bare.kind) == (-0.5, None, None, "unknown")
     assert mentions(bare.words, "-0.5", "no interval")
 
 
@@ -106,11 +116,11 @@ def test_blocks_of_one_size_have_scipys_interval_and_perplexities_its_image() ->
     before, after = (Blocks(draw.normal(20.0, 0.2, 50), np.full(50, 10.0), perplexity=False) for _ in range(2))
     rise = (after.losses - before.losses) / 10
     expected = stats.t.interval(0.95, 49, loc=rise.mean(), scale=stats.sem(rise))
-    assert Blocks.difference([before], [after]) == pytest.approx(expected)
-    low, high = Blocks.level([Blocks(before.losses, before.words)]) or (0, 0)
+    assert Blocks.interval([after], [before]) == pytest.approx(expected)
+    low, high = Blocks.interval([Blocks(before.losses, before.words)]) or (0, 0)
     around = stats.t.interval(0.95, 49, loc=before.mean, scale=stats.sem(before.losses / 10))
     assert (low, high) == pytest.approx(np.exp(around), rel=1e-4)
-    assert Blocks.level([Blocks(np.ones(1), np.ones(1))]) is None
+    assert Blocks.interval([Blocks(np.ones(1), np.ones(1))]) is None
 
 
 def test_examples_are_read_as_they_were_stored() -> None:
@@ -132,9 +142,9 @@ def test_a_metric_of_all_labels_is_compared_by_drawing_examples() -> None:
     draw = np.random.default_rng(0)
     labels = draw.normal(size=200)
     good, bad = (Predictions("pearson", labels + noise * draw.normal(size=200), labels) for noise in (0.3, 1.5))
-    interval = Predictions.difference([bad], [good])
+    interval = Predictions.interval([good], [bad])
     assert interval is not None and 0.2 < interval[0] < interval[1] < 0.6
-    assert Predictions.difference([bad], [bad]) == (0, 0) and Predictions.level([good]) == Predictions.level([good])
+    assert Predictions.interval([bad], [bad]) == (0, 0) and Predictions.interval([good]) == Predictions.interval([good])
 
 
 @pytest.mark.parametrize(("own", "seeds"), [(0.0, 3), (1.0, 5)])
@@ -143,3 +153,55 @@ def test_the_interval_covers_the_truth_where_seeds_alone_do_not(own: float, seed
     found = coverage((0.9, 0.93), 0.2, own, examples=40, seeds=seeds, runs=150)
     assert found["difference"] >= 0.93 and found["level"] >= 0.9
     assert own == 0 or found["seeds alone"] < 0.8
+
+
+def losses(blocks: list[list[float]]) -> Blocks:
+    """With a word that is not counted at the end."""
+    values = [loss for block in blocks for loss in block]
+    numbers = [number for number, block in enumerate(blocks) for _ in block]
+    return block_losses(torch.tensor([*values, 99.0]), torch.tensor([*numbers, -1]), len(blocks))
+
+
+def test_of_blocks_of_one_size_it_is_scipys_interval_of_the_mean_difference() -> None:
+    from scipy import stats
+
+    clean = torch.rand(30, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    attacked = clean + 0.1 * torch.rand(30, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    cost = cost_of_attack(losses(clean.tolist()), losses(attacked.tolist()))
+    differences = (attacked - clean).mean(1).numpy()
+    assert cost is not None and cost.mean == pytest.approx(differences.mean(), rel=1e-6)
+    low, high = stats.t.interval(0.95, 29, loc=differences.mean(), scale=stats.sem(differences))
+    assert (cost.low, cost.high) == pytest.approx((low, high), rel=1e-5)
+
+
+def test_every_word_counts_alike_and_empty_blocks_not_at_all() -> None:
+    cost = cost_of_attack(losses([[1.0, 1.0, 1.0], [2.0], []]), losses([[2.0, 1.0, 1.0], [2.0], []]))
+    assert cost is not None and cost.mean == pytest.approx(0.25)
+    (one,) = [cost_of_attack(losses([[1.0]]), losses([[1.5]]))]
+    assert one is not None and (one.mean, one.low, one.high) == (0.5, None, None) and "no interval" in one.words
+    assert cost_of_attack(losses([[], []]), losses([[], []])) is None
+    with pytest.raises(ValueError, match="same words"):
+        cost_of_attack(losses([[1.0]]), losses([[1.0, 2.0]]))
+
+
+def test_it_is_said_as_a_rise_of_the_perplexity() -> None:
+    cost = Cost(math.log(1.02), math.log(1.01), math.log(1.03), "seeds and examples")
+    assert cost.words == "+2.00% (95% interval +1.00% to +3.00%)"
+    few = Cost(math.log(1.02), math.log(1.01), math.log(1.03), "these models only")
+    assert few.words == "+2.00% (95% interval +1.00% to +3.00%, these models only)"
+
+
+def test_over_seeds_blocks_and_seeds_count() -> None:
+    """Seeds that agree have the interval of the blocks; the seeds share the text, so it is no narrower."""
+    clean = block_losses(torch.ones(20), torch.arange(20) // 2, 10)
+    rise = torch.rand(20, generator=torch.Generator().manual_seed(0))
+    one = cost_of_attack(clean, block_losses(1 + rise, torch.arange(20) // 2, 10))
+    assert one is not None and one.low is not None and one.high is not None and one.over == "these models only"
+    alike = level_of([one.summary()] * 3)
+    assert alike is not None and (alike.low, alike.high) == pytest.approx((one.low, one.high), abs=1e-5)
+    assert alike.over == "seeds and examples"
+    costs = [cost_of_attack(clean, block_losses(1 + rise + shift, torch.arange(20) // 2, 10)) for shift in (0, 0.01, 0.02)]
+    apart = level_of([cost.summary() for cost in costs if cost])
+    half = math.hypot(4.302653 * 0.01 / math.sqrt(3), one.high - one.mean)
+    assert apart is not None and np.subtract(apart.high or 0, apart.mean) == pytest.approx(half, rel=1e-4)
+    assert level_of([{}]) is None

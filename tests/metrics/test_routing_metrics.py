@@ -56,9 +56,6 @@ def test_entropy_is_log_e_when_uniform_and_0_when_certain() -> None:
     certain.update(Routing(gates, gates, torch.arange(5).view(5, 1), torch.ones(5, 1)))
     assert uniform.result() == pytest.approx(math.log(5), rel=1e-6)
     assert certain.result() == 0
-    assert certain.ratio(uniform) == 0 and uniform.ratio(uniform) == 1
-    with pytest.raises(ValueError, match="ratio"):
-        uniform.ratio(certain)
 
 
 @pytest.mark.parametrize("ragged", RAGGED)

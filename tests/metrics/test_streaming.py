@@ -50,32 +50,13 @@ def whole() -> Data:
     return Data(one, other, logits, targets)
 
 
-def corrupted(metric: metrics.MeanCorruptionError, data: Data, token_mask: Tensor | None) -> None:
-    for corruption in ("fog", "snow"):
-        for severity in (1, 2):
-            metric.update(corruption, severity, data.classes * severity, data.targets, token_mask)
-
-
-def likelihood(metric: Any, data: Data, token_mask: Tensor | None, *units: int) -> None:
-    metric.update(metrics.token_nll(data.classes, data.targets), *units, token_mask=token_mask)
-
-
 CASES: dict[str, tuple[Callable[[], Any], Update]] = {
-    "Perplexity": (metrics.Perplexity, likelihood),
-    "WordPerplexity": (
-        metrics.WordPerplexity,
-        lambda m, d, p: likelihood(m, d, p, (len(d.targets) if p is None else int(p.sum())) * 2),
-    ),
-    "BitsPerByte": (
-        metrics.BitsPerByte,
-        lambda m, d, p: likelihood(m, d, p, (len(d.targets) if p is None else int(p.sum())) * 3),
+    "Perplexity": (
+        metrics.Perplexity,
+        lambda m, d, p: m.update(metrics.token_nll(d.classes, d.targets), p),
     ),
     "Accuracy": (metrics.Accuracy, lambda m, d, p: m.update(d.classes, d.targets, p)),
     "top-5 accuracy": (lambda: metrics.Accuracy(5), lambda m, d, p: m.update(d.classes, d.targets, p)),
-    "MeanCorruptionError": (
-        lambda: metrics.MeanCorruptionError({"fog": 50.0, "snow": 80.0}, severities=(1, 2)),
-        corrupted,
-    ),
     "AnomalyPrecision": (metrics.AnomalyPrecision, lambda m, d, p: m.update(d.classes, d.targets > 6, p)),
     "GateEntropy": (metrics.GateEntropy, lambda m, d, p: m.update(d.one, p)),
     "ExpertLoad": (metrics.ExpertLoad, lambda m, d, p: m.update(d.one, p)),
@@ -91,7 +72,6 @@ CASES: dict[str, tuple[Callable[[], Any], Update]] = {
         lambda m, d, p: m.update(d.classes.argmax(-1), d.targets, p),
     ),
     "RoutingReport": (metrics.RoutingReport, lambda m, d, p: (m.each(0, d.one, p), m.each(1, d.other, p))),
-    "ChangeReport": (metrics.ChangeReport, lambda m, d, p: (m.before(0, d.one, p), m.after(0, d.other, p))),
 }
 
 

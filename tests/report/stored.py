@@ -1,13 +1,29 @@
-"""Small comparisons as `holdfast compare` stores them, made by hand: of texts, of images, and as they were once stored."""
+"""Small comparisons as `holdfast compare` stores them, made by hand: of texts and of images."""
 
-import copy
+import base64
 import math
 from collections.abc import Sequence
 from typing import Any
 
+from holdfast.checked import from_mapping
+from holdfast.report.tables import Table
+from holdfast.stored import SCHEMA, without_nan
+from holdfast.train.results import Results
+
 STEPS, LAYERS, EXPERTS = 12, 2, 4
 SNAPSHOTS = (4, 8, 12)
 PIECES = ["Return", "the", "smallest", "of", "its", "arguments"]
+
+
+def parse(content: dict[str, Any]) -> Results:
+    """Return stored results as they are read."""
+    results: Results = from_mapping(Results, without_nan(content))
+    return results
+
+
+def by_column(table: Table) -> list[dict[str, str]]:
+    """Return the rows of a table as cells by column."""
+    return [dict(zip(table.columns, row, strict=True)) for row in table.rows]
 
 
 def stored(routers: Sequence[str] = ("smoe", "smooth", "ac"), seeds: int = 3) -> dict[str, Any]:
@@ -15,6 +31,7 @@ def stored(routers: Sequence[str] = ("smoe", "smooth", "ac"), seeds: int = 3) ->
     rows = [_row(place, name, seeds) for place, name in enumerate(routers)]
     cells = [_cell(place, name, seed) for seed in range(seeds) for place, name in enumerate(routers)]
     return {
+        "schema": SCHEMA,
         "run": {
             "holdfast": "0.1.0",
             "recipe": {
@@ -32,24 +49,21 @@ def stored(routers: Sequence[str] = ("smoe", "smooth", "ac"), seeds: int = 3) ->
     }
 
 
-def over(seeds: int) -> str:
-    """What an interval of so many seeds covers."""
-    return "seeds and examples" if seeds > 2 else "these models only"
+def difference(mean: float, reach: float, seeds: int = 3) -> dict[str, Any]:
+    """A difference of so many seeds, with an interval that reaches so far from the mean."""
+    over = "seeds and examples" if seeds > 2 else "these models only"
+    return {"mean": mean, "low": mean - reach, "high": mean + reach, "seeds": seeds, "over": over}
 
 
 def stored_costs(routers: Sequence[str] = ("smoe", "smooth", "ac", "smoe, top 3"), seeds: int = 3) -> dict[str, Any]:
     """With the cost of the attack, and the baseline of equal compute that the second router is held against."""
     content = stored(routers, seeds)
     for place, row in enumerate(content["rows"]):
-        mean = math.log1p(0.02 + 0.001 * place)
-        row["cost"] = {"mean": mean, "low": mean - 0.005, "high": mean + 0.005, "words": f"+{2 + 0.1 * place:.2f}%"}
-        row["cost"]["over"] = over(seeds)
+        row["cost"] = difference(math.log1p(0.02 + 0.001 * place), 0.005, seeds)
         if place:
-            interval = {"low": -0.001, "high": 0.003, "over": over(seeds)}
-            row["cost, difference"] = {"mean": 0.001, "seeds": seeds, "words": "", **interval}
+            row["cost_difference"] = difference(0.001, 0.002, seeds)
     if seeds > 1 and len(routers) > 1:
-        found = {"mean": -0.5, "low": -2.0, "high": 1.0, "over": over(seeds), "seeds": seeds, "words": "no difference"}
-        content["rows"][1]["equal compute"] = {"router": "smoe, top 3", **found}
+        content["rows"][1]["equal_compute"] = {"router": "smoe, top 3", "difference": difference(-0.5, 1.5, seeds)}
     return content
 
 
@@ -61,27 +75,11 @@ def stored_images(routers: Sequence[str] = ("smoe", "smooth", "ac"), seeds: int 
         "long": "share of test images that are classified wrongly, in percent",
         "attack": "PGD, l_inf 8/255, 20 steps",
     }
+    for row in content["rows"]:
+        del row["clean_kept"], row["attacked_kept"]
     for cell in content["cells"]:
-        for score in (cell["clean"], cell["attacked"]):
-            del score["figure_of_kept"]
-            score["top5"] = 1.5
         cell["trials"] = {"PGD": {"figure": 40.0}, "FGSM": {"figure": 30.0}}
         cell["view"] = {"kind": "images", "images": [_image("3", "3", 0), _image("8", "5", 1)]}
-    return content
-
-
-def stored_once(routers: Sequence[str] = ("smoe", "smooth", "ac"), seeds: int = 3) -> dict[str, Any]:
-    """As it was before there were measures, trials, snapshots and views."""
-    content = copy.deepcopy(stored(routers, seeds))
-    del content["run"]["measure"]
-    content["run"]["text"] = content["run"].pop("data")
-    for cell in content["cells"]:
-        for key in ("trials", "snapshots", "consistency", "view"):
-            del cell[key]
-        for score in (cell["clean"], cell["attacked"]):
-            score.update(perplexity=score.pop("figure"), bits_per_byte=1.7)
-        del cell["clean"]["figure_of_kept"]
-        cell["attacked"]["perplexity_of_clean_targets"] = cell["attacked"].pop("figure_of_kept")
     return content
 
 
@@ -94,27 +92,26 @@ def _row(place: int, name: str, seeds: int) -> dict[str, Any]:
         "experts_per_token": 2.4 if place == 1 else 2.0,
         "clean": 184.5 + (mean if place else 0),
         "attacked": 191.25 + (mean if place else 0),
+        "clean_kept": 183.375,
+        "attacked_kept": 187.625,
     }
     if place:
-        words = f"{mean:+.4g}" if place == 1 else "no difference"
-        found = {"mean": mean, "low": mean - 1.5, "high": mean + 1.5, "over": over(seeds)}
-        found |= {"seeds": seeds, "words": f"{words}, {seeds} seeds"}
-        row.update({"clean, difference": found, "attacked, difference": found})
+        row.update(clean_difference=difference(mean, 1.5, seeds), attacked_difference=difference(mean, 1.5, seeds))
     return row
 
 
 def _cell(place: int, name: str, seed: int) -> dict[str, Any]:
-    log = [{"step": step + 1, "loss": 5.3 * math.exp(-step / 9) + 0.05 * place + 0.02 * seed} for step in range(STEPS)]
+    losses = [5.3 * math.exp(-step / 9) + 0.05 * place + 0.02 * seed for step in range(STEPS)]
     return {
         "router": name,
         "seed": seed,
         "first_batch": f"first{seed}",
         "last_batch": f"last{seed}",
-        "log": log,
-        "clean": {**_score(184.5, place, seed), "figure_of_kept": 183.375},
-        "attacked": {**_score(191.25, place, seed), "figure_of_kept": 187.625},
+        "curve": {"steps": [step + 1 for step in range(STEPS)], "losses": losses, "width": 1},
+        "clean": {"figure": 184.5 + seed - place, "routing": _routing(place, seed)},
+        "attacked": {"figure": 191.25 + seed - place},
         "trials": {
-            "words": {"figure": 191.25 + seed - place, "changed": 439},
+            "words": {"figure": 191.25 + seed - place},
             "typos": {"figure": 210.5 + 2 * seed - place},
         },
         "snapshots": {
@@ -141,7 +138,6 @@ def _snapshots(layer: int, place: int, seed: int) -> dict[str, Any]:
         graph[0][0] = 0.1 * at + 0.3 * layer + 0.01 * place + 0.00049
     return {
         "layer": layer,
-        "name": f"layers.{layer}.mlp",
         "fluctuation": [0.4 - 0.1 * layer + 0.01 * seed, 0.2 - 0.1 * layer + 0.01 * seed],
         "graphs": graphs,
     }
@@ -149,13 +145,14 @@ def _snapshots(layer: int, place: int, seed: int) -> dict[str, Any]:
 
 def _image(label: str, said: str, shift: int) -> dict[str, Any]:
     """4 x 6 pixels, black but for a white corner, in 2 x 3 patches."""
-    pixels = [[0.0] * 6 for _ in range(4)]
-    pixels[0][shift] = 1.0
+    pixels = bytearray(4 * 6)
+    pixels[shift] = 255
     experts = [[(patch + layer + shift) % EXPERTS for patch in range(6)] for layer in range(LAYERS)]
-    return {"label": label, "said": said, "pixels": pixels, "grid": [2, 3], "experts": experts}
+    shown = {"width": 6, "pixels": base64.b64encode(pixels).decode()}
+    return {"label": label, "said": said, **shown, "grid": [2, 3], "experts": experts}
 
 
-def _score(figure: float, place: int, seed: int) -> dict[str, Any]:
+def _routing(place: int, seed: int) -> dict[str, Any]:
     layers = [
         {
             "layer": layer,
@@ -167,4 +164,4 @@ def _score(figure: float, place: int, seed: int) -> dict[str, Any]:
         }
         for layer in range(LAYERS)
     ]
-    return {"figure": figure + seed - place, "routing": {"layers": layers}}
+    return {"layers": layers}

@@ -18,8 +18,7 @@ from wording import mentions
 from holdfast.auditing import AuditReport, diagnose
 from holdfast.report import render_audit, write_audit
 from holdfast.report.audit_page import LEAST, SHOWN, audit_plots, risks, token, view, what_if_tables
-from holdfast.report.expert_views import luminance
-from holdfast.report.page_shell import SCRIPTS, short_share
+from holdfast.report.page_shell import SCRIPTS, luminance, short_share
 from holdfast.report.plot_data import Plot
 from holdfast.report.stored_audit import AtRisk, Audit
 

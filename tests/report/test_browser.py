@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 from report.browsing import visit
-from report.stored import SNAPSHOTS, stored_costs, stored_images, stored_once
+from report.stored import SNAPSHOTS, parse, stored_costs, stored_images
 
 from holdfast.report import write_report
-from holdfast.report.expert_views import COLOURS
-from holdfast.report.stored_comparison import parse
+from holdfast.report.page_shell import COLOURS
 
 pytestmark = pytest.mark.slow  # starts a browser
 
@@ -31,8 +30,8 @@ return Object.fromEntries([...document.querySelectorAll(".plot:not(#plot-graph)"
   colours: [...new Set(shown(plot).map((trace) => trace.meta.router + " " + (trace.marker ?? trace.line).color))],
 }]));
 """
-OLD_PLOTS = {"clean-attacked", "differences", "training", "load", "entropy", "near-ties"}
-PLOTS = OLD_PLOTS | {"cost", "every-attack", "fluctuation", "consistency"}
+PLOTS = {"clean-attacked", "differences", "training", "load", "entropy", "near-ties"}
+PLOTS |= {"cost", "every-attack", "fluctuation", "consistency"}
 
 
 def texts() -> dict[str, Any]:
@@ -48,7 +47,7 @@ def texts() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("report")
-    kinds = {"texts": texts(), "images": stored_images(ROUTERS), "once": stored_once(ROUTERS)}
+    kinds = {"texts": texts(), "images": stored_images(ROUTERS)}
     return {name: write_report(parse(content), folder / f"{name}.html") for name, content in kinds.items()}
 
 
@@ -129,7 +128,7 @@ def test_a_router_has_one_colour_in_all_plots(browser: Any) -> None:
     assert len(colours) == len(ROUTERS)
 
 
-@pytest.mark.parametrize("page", ["texts", "images", "once"])
+@pytest.mark.parametrize("page", ["texts", "images"])
 def test_nothing_is_wider_than_the_screen(screen: Any, pages: dict[str, Path], page: str) -> None:
     browser = screen
     visit(browser, pages[page])
@@ -170,17 +169,6 @@ def test_it_prints_light_and_within_the_page(browser: Any) -> None:
     ground = browser.execute_script("return getComputedStyle(document.documentElement).getPropertyValue('--ground')")
     assert [browser.execute_script(plot)[0] for plot in plots] == [ground.strip()] * 2
     assert browser.get_log("browser") == []
-
-
-def test_results_as_they_were_once_stored_are_drawn(screen: Any, pages: dict[str, Path]) -> None:
-    visit(screen, pages["once"])
-    found = drawn(screen)
-    assert set(found) == OLD_PLOTS
-    assert all(plot["drawn"] > 0 for plot in found.values())
-    assert screen.find_elements("css selector", "#graph, #views, .piece") == []
-    click(screen, ".chip[data-router='1']")
-    click(screen, "#layer option[value='1']")
-    assert screen.get_log("browser") == []
 
 
 def corners(browser: Any) -> list[float]:

@@ -1,21 +1,21 @@
 """The page of a comparison over held-out domains: accuracies with intervals, their mean and worst, and a verdict."""
 
 import copy
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from report.browsing import visit
-from report.stored import stored_images
+from report.stored import by_column, parse, stored_images
 
 from holdfast.metrics import Shares
 from holdfast.report import write_report
-from holdfast.report.comparison_page import main_table, render, verdict
-from holdfast.report.domain_tables import domain_caption, domain_table
-from holdfast.report.stored_comparison import Results, parse
-from holdfast.report.sweep_tables import side_by_side
+from holdfast.report.comparison_page import render, verdict
+from holdfast.report.comparison_tables import domain_table, main_table, settings_table
 from holdfast.train.domain_summary import summarise_domains
+from holdfast.train.results import Results
 
 EVIL = '<img src=x onerror="alert(1)">'
 DOMAINS = ("photo", "sketch")
@@ -27,6 +27,8 @@ def stored_domains(
     seeds: int = 3,
     routers: tuple[str, ...] = ("smoe", "smooth", "ac"),
     more: dict[str, Any] | None = None,
+    baseline: str | None = None,
+    single_examples: bool = True,
 ) -> dict[str, Any]:
     """The second router is 5 points better on each domain and the third varies; the last domain is the hardest."""
     content = stored_images(routers, seeds)
@@ -43,8 +45,12 @@ def stored_domains(
                 5 + 0.01 * cell["seed"] if number == 1 else 3 * cell["seed"] - 3 if number else 0
             )
             wrong = np.arange(IMAGES) < round(IMAGES * cell["clean"]["figure"] / 100)  # the same images first, for all
-            cell["clean"]["per_example"] = Shares(wrong.astype(float)).stored()
-    return {**content, "rows": rows, "cells": cells, "domains": summarise_domains(cells, routers[0])}
+            if single_examples:
+                cell["clean"]["per_example"] = Shares(wrong.astype(float)).stored()
+    summary = [asdict(row) for row in summarise_domains(cells, baseline or routers[0])]
+    for cell in cells:
+        cell["clean"].pop("per_example", None)
+    return {**content, "rows": rows, "cells": cells, "domains": summary}
 
 
 def page_of(**given: Any) -> Results:
@@ -52,9 +58,9 @@ def page_of(**given: Any) -> Results:
 
 
 def test_the_table_has_every_domain_and_the_mean_and_the_worst_with_intervals() -> None:
-    routers, rows = domain_table(page_of())
-    assert routers == ["smoe", "smooth", "ac"]
-    columns = ["seeds", "photo, %", "sketch, %", "mean, %", "mean, difference", "worst, %", "worst, difference"]
+    rows = by_column(domain_table(page_of()))
+    assert [row["router"] for row in rows] == ["smoe", "smooth", "ac"]
+    columns = ["router", "seeds", "photo, %", "sketch, %", "mean, %", "mean, difference", "worst, %", "worst, difference"]
     assert list(rows[0]) == columns
     assert (rows[0]["photo, %"], rows[0]["sketch, %"]) == ("79.50", "49.50")
     # Student's t over seeds reaches 1.242 from the mean, and over the images 0.628: sqrt(0.788^2 + 0.979^2) / 2.
@@ -76,20 +82,16 @@ def test_the_verdict_is_about_the_mean_and_the_worst_accuracy() -> None:
 
 
 def test_cells_without_single_examples_are_one_sentence() -> None:
-    content = stored_domains()
-    for cell in content["cells"]:
-        del cell["clean"]["per_example"]
-    content["domains"] = summarise_domains(content["cells"], "smoe")
-    told = verdict(parse(content))
+    results = page_of(single_examples=False)
+    told = verdict(results)
     assert len(told) == 3 and "single test examples are not stored" in told[2]
-    assert "these examples only" in domain_table(parse(content))[1][1]["mean, difference"]
+    assert "these examples only" in by_column(domain_table(results))[1]["mean, difference"]
 
 
 def test_a_router_that_is_worse_lowers_the_accuracy() -> None:
     told = " ".join(verdict(page_of(routers=("ac", "smooth", "smoe"))))
     assert "smooth raised" in told
-    content = stored_domains()
-    content["domains"] = summarise_domains(content["cells"], "smooth")
+    content = stored_domains(baseline="smooth")
     content["rows"].sort(key=lambda row: row["router"] != "smooth")
     told = " ".join(verdict(parse(content)))
     assert "Against smooth, in the mean accuracy: smoe lowered it by 5.01 percentage points (95% interval 4." in told
@@ -98,22 +100,23 @@ def test_a_router_that_is_worse_lowers_the_accuracy() -> None:
 def test_one_seed_or_one_router_shows_no_difference() -> None:
     one_seed = page_of(seeds=1)
     assert "Fewer than 3 seeds cannot show whether a router differs from smoe" in " ".join(verdict(one_seed))
-    assert "these models only" in domain_table(one_seed)[1][0]["mean, %"]
+    assert "these models only" in by_column(domain_table(one_seed))[0]["mean, %"]
     assert "nothing to compare it with" in " ".join(verdict(page_of(routers=("smoe",))))
 
 
 def test_domains_have_a_table_of_their_own_instead_of_settings_side_by_side() -> None:
     results = page_of()
-    assert side_by_side(results) == ([], [])
-    assert [row["data.held_out"] for row in main_table(results)] == ["photo"] * 3 + ["sketch"] * 3
+    assert settings_table(results).rows == []
+    assert [row["data.held_out"] for row in by_column(main_table(results))] == ["photo"] * 3 + ["sketch"] * 3
     page = render(results)
     assert "<h2>Held-out domains</h2>" in page and "Settings side by side" not in page
-    assert domain_caption(results) in page and "higher is better" in domain_caption(results)
+    note = domain_table(results).note
+    assert note in page and "higher is better" in note
 
 
 def test_a_sweep_over_domains_has_both_tables() -> None:
     results = page_of(more={"sparse.k": 2})
-    assert domain_table(results)[0] == ["smoe, sparse.k=2", "smooth, sparse.k=2", "ac, sparse.k=2"]
+    assert [row[0] for row in domain_table(results).rows] == ["smoe, sparse.k=2", "smooth, sparse.k=2", "ac, sparse.k=2"]
     page = render(results)
     assert "Settings with the same held-out domain have the same test data" in page
     assert "The test data and the attack are the same in all settings" not in page
@@ -121,7 +124,7 @@ def test_a_sweep_over_domains_has_both_tables() -> None:
 
 def test_a_comparison_without_domains_has_no_such_table() -> None:
     results = parse(stored_images())
-    assert results.domains == [] and domain_table(results) == ([], [])
+    assert results.domains == [] and domain_table(results).rows == []
     assert "Held-out domains" not in render(results)
 
 

@@ -3,11 +3,10 @@
 import json
 
 import pytest
-from report.stored import SNAPSHOTS, stored, stored_once
+from report.stored import SNAPSHOTS, parse, stored
 
 from holdfast.report import render
 from holdfast.report.expert_views import SHOWN, evolutions, spread
-from holdfast.report.stored_comparison import parse
 
 
 def test_there_is_a_rounded_graph_for_each_layer_and_snapshot_of_the_first_seed() -> None:
@@ -40,16 +39,6 @@ def test_a_graph_of_nothing_has_a_scale_too() -> None:
     (found,) = evolutions(parse(content))
     assert (found.low, found.high) == (0.0, 1.0)
     assert found.layers["0"][0] == [[0.0, None], [0.0, 0.0]]
-
-
-def test_a_router_without_graphs_is_left_out() -> None:
-    content = stored()
-    for cell in content["cells"]:
-        if cell["router"] == "smooth":
-            for layer in cell["snapshots"]["layers"]:
-                del layer["graphs"]
-    assert [evolution.router for evolution in evolutions(parse(content))] == [0, 2]
-    assert evolutions(parse(stored_once())) == []
 
 
 @pytest.mark.parametrize(

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 from plotly.offline import get_plotlyjs
-from report.stored import stored, stored_costs, stored_images, stored_once
+from report.stored import parse, stored, stored_costs, stored_images
 from report.tags import Tags
 
-from holdfast.report import read_results, render, write_report
-from holdfast.report.comparison_page import MARKS, SCRIPTS, THEMES
-from holdfast.report.plot_data import SYMBOLS, WIDTH, wrapped_label
-from holdfast.report.plots import POINTS, plots
-from holdfast.report.stored_comparison import parse
+from holdfast.report import render, write_report
+from holdfast.report.page_shell import SCRIPTS, THEMES, luminance
+from holdfast.report.plot_data import MARKS, SYMBOLS, WIDTH, wrapped_label
+from holdfast.report.plots import plots
 from holdfast.train import load_recipe
+from holdfast.train.results import POINTS, Results, TrainingCurve
 
 EVIL = "<img src=x onerror=alert(1)></script>%{x}"
 
@@ -91,23 +91,11 @@ def test_results_of_images_do_not_talk_of_words() -> None:
         assert not re.search(rf"\b{word}", shown.replace('"text":', "").replace("ticktext", ""), re.IGNORECASE), word
 
 
-def test_results_as_they_were_once_stored_give_the_same_figures() -> None:
-    old, new = page_of(stored_once()), page_of(stored())
-    for title in ("Every attack", "The expert graph during training", "Tokens by expert", "Fluctuation", "Consistency"):
-        assert title in new.text and title not in old.text
-    for value in ("3.12", "184.50", "191.25", "187.62", "744f2cda", "untouched words"):
-        assert value in old.text
-    before, after = (json.loads(page.scripts[1])["plots"] for page in (old, new))
-    assert set(before) == {"clean-attacked", "differences", "training", "load", "entropy", "near-ties"}
-    for name in before:
-        assert before[name]["data"] == after[name]["data"], name
-
-
-def test_clean_figures_of_untouched_words_are_shown_only_where_they_are_stored() -> None:
+def test_figures_of_untouched_words_are_shown_only_where_they_are_stored() -> None:
     columns = [[attributes["data-column"] for tag, attributes in page_of(content).tags if tag == "td"]
-               for content in (stored(), stored_once(), stored_images())]  # fmt: skip
-    assert ["clean, untouched words" in found for found in columns] == [True, False, False]
-    assert ["attacked, untouched words" in found for found in columns] == [True, True, False]
+               for content in (stored(), stored_images())]  # fmt: skip
+    for text in ("clean", "attacked"):
+        assert [f"{text}, untouched words" in found for found in columns] == [True, False]
 
 
 def test_rows_have_the_same_columns_although_routers_differ() -> None:
@@ -145,10 +133,13 @@ def test_load_is_ranked_and_relative_to_an_even_load() -> None:
 
 def test_a_long_training_curve_is_thinned_by_means() -> None:
     content = stored(["smoe"], seeds=1)
-    content["cells"][0]["log"] = [{"step": step + 1, "loss": step % 2} for step in range(1000)]
-    (curve,) = next(plot for plot in plots(parse(content)) if plot.name == "training").data
-    assert len(curve["x"]) == POINTS
-    assert curve["y"] == pytest.approx([2 / 5, 3 / 5] * (POINTS // 2))
+    curve = TrainingCurve.of([{"step": step + 1, "loss": step % 2} for step in range(1000)])
+    content["cells"][0]["curve"] = vars(curve)
+    plot = next(plot for plot in plots(parse(content)) if plot.name == "training")
+    assert len(plot.data[0]["x"]) == POINTS and "the mean of 5 steps" in plot.caption
+    assert plot.data[0]["y"] == curve.losses == pytest.approx([2 / 5, 3 / 5] * (POINTS // 2))
+    broken: list[dict[str, Any]] = [{"step": 1, "loss": None}, {"step": 2, "loss": 3.0}, {"step": 2, "eval_loss": 9.0}]
+    assert TrainingCurve.of(broken) == TrainingCurve([1, 2], [None, 3.0], 1)
 
 
 def test_long_names_are_folded_between_words_and_nothing_is_lost() -> None:
@@ -198,7 +189,7 @@ def test_a_page_is_a_function_of_its_results() -> None:
 def test_numbers_that_broke_are_dashes_and_gaps() -> None:
     content = stored()
     content["rows"][2]["clean"] = content["cells"][2]["clean"]["figure"] = float("nan")
-    content["cells"][2]["log"][3]["loss"] = float("inf")
+    content["cells"][2]["curve"]["losses"][3] = float("inf")
     content["cells"][2]["trials"]["typos"]["figure"] = float("nan")
     content["cells"][2]["consistency"]["layers"][0] = float("nan")
     content["cells"][2]["snapshots"]["layers"][0]["fluctuation"][1] = float("nan")
@@ -215,11 +206,6 @@ def test_every_router_of_a_round_of_colours_has_its_own_mark() -> None:
 @pytest.mark.parametrize("theme", THEMES)
 def test_colours_can_be_told_from_their_ground(theme: str) -> None:
     """WCAG 2.1 asks for a contrast of 3 for marks and 4.5 for text."""
-
-    def luminance(colour: str) -> float:
-        parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
-        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
     def contrast(colour: str) -> float:
         light, dark = sorted((luminance(colour), luminance(THEMES[theme]["ground"])), reverse=True)
@@ -248,9 +234,9 @@ def test_results_are_never_overwritten(tmp_path: Path) -> None:
 
 
 def test_the_checksum_is_that_of_the_file(tmp_path: Path) -> None:
-    (tmp_path / "results.json").write_text(json.dumps(stored()))
+    parse(stored()).save(tmp_path / "results.json")
     checksum = hashlib.sha256((tmp_path / "results.json").read_bytes()).hexdigest()
-    assert checksum in Tags(render(read_results(tmp_path))).text
+    assert checksum in Tags(render(Results.load(tmp_path))).text
 
 
 def without(content: dict[str, Any], *path: Any) -> dict[str, Any]:
@@ -265,23 +251,23 @@ def without(content: dict[str, Any], *path: Any) -> dict[str, Any]:
     ("text", "says"),
     [
         ("{", "not JSON"),
-        ("[]", "damaged"),
-        (json.dumps({**stored(), "rows": []}), "at rows"),
-        (json.dumps(without(stored(), "cells", 1, "clean", "routing")), "at cells.1.clean.routing"),
-        (json.dumps(without(stored(), "cells", 1, "clean", "figure")), "at cells.1.clean.figure"),
-        (json.dumps(without(stored(), "run", "data")), "at run.data"),
+        ("[]", "schema"),
+        (json.dumps({**stored(), "rows": []}), "rows is empty"),
+        (json.dumps(without(stored(), "cells", 1, "clean", "routing")), "cells[1].clean.routing is missing"),
+        (json.dumps(without(stored(), "cells", 1, "clean", "figure")), "cells[1].clean.figure is missing"),
+        (json.dumps(without(stored(), "run", "data")), "run.data is missing"),
         (json.dumps(without(stored(), "cells", 1, "snapshots", "steps", 0)), "2 steps"),
         (json.dumps(without(stored(), "cells", 1, "snapshots", "layers", 1, "graphs", 0)), "graph"),
         (json.dumps(without(stored(), "cells", 1, "snapshots", "layers", 1, "graphs", 0, 2, 1)), "square"),
         (json.dumps(without(stored(), "cells", 0, "view", "experts", 1, 0)), "piece"),
         (json.dumps(without(stored_images(), "cells", 0, "view", "images", 1, "experts", 1, 0)), "patch"),
-        (json.dumps(without(stored_images(), "cells", 0, "view", "images", 1, "pixels", 1, 0)), "length"),
+        (json.dumps(stored_images()).replace('"width": 6', '"width": 7'), "length"),
     ],
 )
 def test_damaged_results_get_one_sentence(text: str, says: str, tmp_path: Path) -> None:
     (tmp_path / "results.json").write_text(text)
-    with pytest.raises(ValueError, match=r"results\.json is damaged") as caught:
-        read_results(tmp_path)
+    with pytest.raises(ValueError, match=r"results\.json is .*; run the same `holdfast compare` again\.$") as caught:
+        Results.load(tmp_path)
     assert says in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -291,7 +277,7 @@ def test_a_column_shows_dropped_experts_only_if_a_router_has_a_limit(page: Tags)
     for cell in content["cells"]:
         if cell["router"] == "ac":
             for layer in cell["clean"]["routing"]["layers"]:
-                layer["dropped"] = {"share": 0.125, "tokens": 0.01}
+                layer["dropped"] = {"share": 0.125}
     shown = page_of(content)
     assert "dropped experts" in shown.text and "12.50%" in shown.text
 

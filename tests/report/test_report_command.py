@@ -36,9 +36,9 @@ def test_it_is_not_overwritten_unless_forced(folder: Path, capsys: pytest.Captur
     [
         (None, ".", "results.json"),
         (None, "nowhere", "results.json"),
-        ("{}", "results.json", "is a file"),
+        ("{}", "results.json", "schema"),
         ("not json", ".", "is damaged"),
-        ("{}", ".", "is damaged"),
+        ("{}", ".", "schema"),
     ],
 )
 def test_a_mistake_gets_one_sentence(

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 from report.browsing import visit
-from report.stored import stored
+from report.stored import by_column, parse, stored
 
 from holdfast.report import write_report
-from holdfast.report.comparison_page import main_table, render, verdict
-from holdfast.report.stored_comparison import Results, parse
-from holdfast.report.sweep_tables import side_by_side
+from holdfast.report.comparison_page import render, verdict
+from holdfast.report.comparison_tables import main_table, settings_table
+from holdfast.train.results import Results
 
 EVIL = '<img src=x onerror="alert(1)">'
 
@@ -30,8 +30,7 @@ def stored_sweep(
         if place and len(routers) > 1:
             rows[-1]["clean"] += 7
             low, high = (-1.0, 9.0) if seeds > 1 else (None, None)
-            found = {"mean": 3.9, "low": low, "high": high, "words": "no difference"}
-            rows[-1]["clean, difference"] = {**rows[-1]["clean, difference"], **found}
+            rows[-1]["clean_difference"] = {**rows[-1]["clean_difference"], "mean": 3.9, "low": low, "high": high}
     return {**content, "rows": rows, "cells": cells}
 
 
@@ -40,26 +39,26 @@ def page_of(**given: Any) -> Results:
 
 
 def test_the_table_has_a_column_for_each_key_and_a_baseline_in_each_setting() -> None:
-    rows = list(main_table(page_of()))
+    rows = by_column(main_table(page_of()))
     assert [row["sparse.k"] for row in rows] == ["1", "1", "2", "2"] and {row["training.steps"] for row in rows} == {"12"}
     assert [row["difference, clean"] == "baseline" for row in rows] == [True, False, True, False]
-    assert list(rows[0])[:2] == ["sparse.k", "training.steps"]
-    assert "sparse.k" not in next(main_table(parse(stored())))
+    assert list(rows[0])[:3] == ["router", "sparse.k", "training.steps"]
+    assert "sparse.k" not in main_table(parse(stored())).columns
 
 
 def test_settings_are_side_by_side() -> None:
     results = page_of()
-    labels, rows = side_by_side(results)
-    assert labels == ["k=1, steps=12", "k=2, steps=12"]
+    rows = by_column(settings_table(results))
+    assert [row["setting"] for row in rows] == ["k=1, steps=12", "k=2, steps=12"]
     assert [row["smooth, clean"] for row in rows] == [f"{row.clean:.2f}" for row in results.rows if row.router == "smooth"]
     assert rows[0]["smooth, clean"] != rows[1]["smooth, clean"]
-    assert side_by_side(parse(stored())) == ([], [])
+    assert settings_table(parse(stored())).rows == []
 
 
 def test_a_router_that_misses_a_setting_has_a_dash_there() -> None:
     content = stored_sweep()
     del content["rows"][3]
-    assert side_by_side(parse(content))[1][1]["smooth, clean"] == "\u2013"
+    assert by_column(settings_table(parse(content)))[1]["smooth, clean"] == "\u2013"
 
 
 def test_keys_with_the_same_last_part_are_shown_whole() -> None:

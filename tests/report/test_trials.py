@@ -1,18 +1,20 @@
-"""Every attack, in a table and a plot."""
+"""Every attack in a table and a plot, fluctuation while training, and consistency under noise."""
+
+from typing import Any
 
 import pytest
-from report.stored import stored, stored_once
+from report.stored import by_column, parse, stored
 
-from holdfast.report.plot_data import every_attack, every_attack_table
-from holdfast.report.stored_comparison import parse
+from holdfast.report import render
+from holdfast.report.comparison_tables import attacks_table
+from holdfast.report.plot_data import Plot
+from holdfast.report.plots import consistency, every_attack, fluctuation
 
 
 def test_the_table_has_a_mean_over_seeds_for_each_router_and_attack() -> None:
-    assert list(every_attack_table(parse(stored()))) == [
-        {"words": "192.25", "typos": "212.50"},
-        {"words": "191.25", "typos": "211.50"},
-        {"words": "190.25", "typos": "210.50"},
-    ]
+    table = attacks_table(parse(stored()))
+    assert table.columns == ["router", "words", "typos"]
+    assert table.rows == [["smoe", "192.25", "212.50"], ["smooth", "191.25", "211.50"], ["ac", "190.25", "210.50"]]
 
 
 def test_the_plot_has_the_means_and_the_single_seeds() -> None:
@@ -30,20 +32,18 @@ def test_an_attack_that_a_router_was_spared_is_a_dash_and_no_mark() -> None:
         if cell["router"] == "smooth":
             del cell["trials"]["words"]
     results = parse(content)
-    assert list(every_attack_table(results))[1] == {"words": "\u2013", "typos": "211.50"}
+    assert attacks_table(results).rows[1] == ["smooth", "\u2013", "211.50"]
     assert {name for trace in every_attack(results).data if trace["meta"]["router"] == 1 for name in trace["y"]} == {"typos"}
 
 
 def test_a_seed_that_broke_is_left_out_of_the_mean() -> None:
     content = stored(["smoe"])
     content["cells"][0]["trials"]["words"]["figure"] = float("nan")
-    assert next(every_attack_table(parse(content)))["words"] == "192.75"
+    assert by_column(attacks_table(parse(content)))[0]["words"] == "192.75"
 
 
 @pytest.mark.parametrize("name", ["router", "items", "<b>PGD</b> 100%"])
 def test_an_attack_may_have_any_name(name: str) -> None:
-    from holdfast.report import render
-
     content = stored(["smoe"], seeds=1)
     content["cells"][0]["trials"] = {name: {"figure": 12.345}}
     page = render(parse(content))
@@ -52,12 +52,54 @@ def test_an_attack_may_have_any_name(name: str) -> None:
 
 
 def test_without_trials_there_is_nothing() -> None:
-    results = parse(stored_once())
-    assert list(every_attack_table(results)) == [] and every_attack(results).data == []
+    content = stored()
+    for cell in content["cells"]:
+        del cell["trials"]
+    results = parse(content)
+    assert attacks_table(results).rows == [] and every_attack(results).data == []
 
 
 def test_the_cost_on_untouched_words_stands_beside_a_figure() -> None:
     content = stored()
     for cell in content["cells"]:
-        cell["trials"]["typos"]["cost"] = {"mean": 0.01, "low": None, "high": None, "words": ""}
-    assert next(every_attack_table(parse(content)))["typos, cost on untouched words"] == "+1.01%"
+        cell["trials"]["typos"]["cost"] = {"mean": 0.01}
+    assert by_column(attacks_table(parse(content)))[0]["typos, cost on untouched words"] == "+1.01%"
+
+
+def curve(plot: Plot, meta: dict[str, Any]) -> dict[str, Any]:
+    (found,) = [trace for trace in plot.data if trace["meta"] == meta]
+    return found
+
+
+@pytest.mark.parametrize(("layer", "percent"), [("0", [41.0, 21.0]), ("1", [31.0, 11.0]), ("all", [36.0, 16.0])])
+def test_fluctuation_is_a_mean_over_seeds_at_the_step_of_the_later_snapshot(layer: str, percent: list[float]) -> None:
+    found = curve(fluctuation(parse(stored())), {"router": 1, "layer": layer})
+    assert found["x"] == [8, 12]
+    assert found["y"] == pytest.approx(percent)
+
+
+def test_seeds_with_other_snapshots_keep_their_own_steps() -> None:
+    content = stored(["smoe"], seeds=2)
+    content["cells"][1]["snapshots"]["steps"] = [4, 6, 12]
+    found = curve(fluctuation(parse(content)), {"router": 0, "layer": "0"})
+    assert found["x"] == [6, 8, 12]
+    assert found["y"] == pytest.approx([41.0, 40.0, 20.5])
+
+
+def test_one_snapshot_has_nothing_to_fluctuate_from() -> None:
+    content = stored(["smoe"], seeds=1)
+    snapshots = content["cells"][0]["snapshots"]
+    snapshots["steps"] = [12]
+    for layer in snapshots["layers"]:
+        layer.update(fluctuation=[], graphs=layer["graphs"][:1])
+    assert fluctuation(parse(content)).data == []
+
+
+def test_consistency_has_a_mean_for_each_layer_and_the_range_of_the_seeds() -> None:
+    plot = consistency(parse(stored()))
+    found = curve(plot, {"router": 1})
+    assert found["x"] == [0, 1]  # the middle one of three
+    assert found["y"] == pytest.approx([89 + 2 / 3, 79 + 2 / 3])
+    assert found["error_y"]["array"] == pytest.approx([7 / 3, 7 / 3])
+    assert found["error_y"]["arrayminus"] == pytest.approx([5 / 3, 5 / 3])
+    assert "5%" in plot.caption

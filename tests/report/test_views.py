@@ -6,11 +6,11 @@ import json
 import math
 
 import pytest
-from report.stored import PIECES, stored, stored_images, stored_once
+from report.stored import PIECES, parse, stored, stored_images
 
 from holdfast.report import render
-from holdfast.report.expert_views import BORDERS, COLOURS, css_classes, luminance, text_colour_on, views
-from holdfast.report.stored_comparison import parse
+from holdfast.report.expert_views import css_classes, views
+from holdfast.report.page_shell import BORDERS, COLOURS, luminance, text_colour_on
 
 EVIL = [
     "<script>alert(1)</script>",
@@ -45,21 +45,6 @@ def test_an_image_is_kept_once_for_all_routers() -> None:
     image = found.shown[2]["images"][1]
     assert (image["label"], image["said"], list(image["grid"])) == ("8", "5", [2, 3])
     assert image["experts"][1] == [2, 3, 0, 1, 2, 3]
-
-
-def test_pixels_beyond_black_and_white_are_cut_off() -> None:
-    content = stored_images(["smoe"], seeds=1)
-    content["cells"][0]["view"]["images"][0]["pixels"] = [[-1.0, 0.5, 2.0]]
-    assert base64.b64decode(views(parse(content)).pixels[0][2]) == bytes([0, 128, 255])
-
-
-def test_a_router_without_a_view_is_left_out() -> None:
-    content = stored()
-    for cell in content["cells"]:
-        if cell["router"] == "smooth":
-            cell["view"] = None
-    assert [view["router"] for view in views(parse(content)).shown] == [0, 2]
-    assert views(parse(stored_once())).shown == []
 
 
 def test_pieces_travel_as_data_and_nothing_of_them_is_markup() -> None:

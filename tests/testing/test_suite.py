@@ -13,7 +13,7 @@ from tiers import quick_or_slow
 from torch import Tensor
 
 import holdfast
-from holdfast.kernels.backward import refuse_second_derivatives
+from holdfast.kernels.operators import refuse_second_derivatives
 from holdfast.routing import (
     ActiveExperts,
     BaseAssignment,

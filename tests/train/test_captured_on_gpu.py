@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from interrupting import Interrupted, stop_at
 from router_names import IN_TEXT_MODELS
 from torch import Tensor, nn
 
@@ -17,9 +18,8 @@ from holdfast.train import build_model, load_recipe, make_task
 from holdfast.train import train as train_task
 from holdfast.train.captured_step import FIRST_STEPS, CapturedStep
 from holdfast.train.compiled_step import compile_step
-from holdfast.train.label_smoothing import smoothed_labels
 from holdfast.train.recipe import TrainingPart
-from holdfast.train.schedule import schedule_of
+from holdfast.train.soft_labels import soft_labels
 from holdfast.train.step import TrainingStep, adamw
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
@@ -76,7 +76,7 @@ def batches(count: int, length: int = LENGTH) -> list[dict[str, Tensor]]:
 
 def step_of(model: Any, *, accumulate: int = 1, precision: str = "fp32", **options: Any) -> TrainingStep:
     training = TrainingPart(steps=STEPS, batch=SEQUENCES, learning_rate=1e-3, weight_decay=0.01, warmup=10, **options)
-    return TrainingStep(model, adamw(model, training), schedule_of(training, STEPS), accumulate, 1.0, precision)
+    return TrainingStep(model, adamw(model, training), training.learning_rates(STEPS), accumulate, 1.0, precision)
 
 
 def train(step: Any, model: Any, data: list[Any], accumulate: int = 1) -> Tensor:
@@ -137,10 +137,10 @@ def test_a_learning_rate_that_changes_at_every_step_reaches_replayed_steps(sched
         batch["shift_labels"] = batch["labels"].roll(-1, 1)
     plain, model, constant = build("smoe"), build("smoe"), build("smoe")
     falling = step_of(plain, schedule=schedule, floor=0.1)
-    with smoothed_labels(plain, 0.1):
+    with soft_labels(plain, 0.1):
         expected = train(falling, plain, data)
     step = CapturedStep(step_of(model, schedule=schedule, floor=0.1))
-    with smoothed_labels(model, 0.1):
+    with soft_labels(model, 0.1):
         found = train(step, model, data)
     assert step.is_captured and step.step.done == STEPS
     rates = [falling.schedule(done) for done in range(STEPS)]
@@ -148,7 +148,7 @@ def test_a_learning_rate_that_changes_at_every_step_reaches_replayed_steps(sched
     assert [float(group["lr"]) for group in step.step.optimizer.param_groups] == pytest.approx([rates[-1]] * 2, rel=1e-6)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
     assert differences(model, plain) == []
-    with smoothed_labels(constant, 0.1):
+    with soft_labels(constant, 0.1):
         train(CapturedStep(step_of(constant)), constant, data)
     assert differences(constant, plain) != []
 
@@ -369,24 +369,15 @@ def test_a_changed_setting_ends_compilation(caplog: pytest.LogCaptureFixture) ->
     torch.testing.assert_close(results[1][:, 0], results[0][:, 0], atol=1e-4, rtol=0)
 
 
-class Interrupted(Exception):
-    pass
-
-
 @pytest.mark.slow
 def test_a_compiled_run_that_is_resumed_is_compiled_and_has_the_same_log(tmp_path: Path) -> None:
     changes = {"training.steps": 8, "training.save_every": 4, "training.compile": True}
     task = make_task(load_recipe("tiny", changes))
-
-    def interrupt(finished: int) -> None:
-        if finished == 6:
-            raise Interrupted
-
     logs = []
     for name, stops in (("whole", False), ("resumed", True)):
         if stops:
             with pytest.raises(Interrupted):
-                train_task(build_model(task, "smoe", {}, seed=0), task, tmp_path / name, seed=0, k=2, tick=interrupt)
+                train_task(build_model(task, "smoe", {}, seed=0), task, tmp_path / name, seed=0, k=2, tick=stop_at(6))
         logs.append(train_task(build_model(task, "smoe", {}, seed=0), task, tmp_path / name, seed=0, k=2))
         last = json.loads((tmp_path / name / "checkpoint-8" / "training.json").read_text())
         assert last["compiled"]

@@ -12,7 +12,6 @@ import holdfast
 from holdfast.train import captured_step
 from holdfast.train.captured_step import CapturedStep, _settings
 from holdfast.train.recipe import TrainingPart
-from holdfast.train.schedule import schedule_of
 from holdfast.train.step import TrainingStep, adamw
 
 LOSSES = holdfast.Losses(balance=0.01)
@@ -81,7 +80,7 @@ def test_a_setting_that_changes_before_the_first_step_ends_compilation(
 ) -> None:
     """As in a resumed run whose first step sets the progress at which a router is frozen."""
     model, training = TwoLayers(), TrainingPart(steps=10, batch=1, learning_rate=0.1)
-    step = TrainingStep(model, adamw(model, training), schedule_of(training, 10), 1, 1.0, "float32")
+    step = TrainingStep(model, adamw(model, training), training.learning_rates(10), 1, 1.0, "float32")
     monkeypatch.setattr("torch.cuda.Stream", lambda: None)
     monkeypatch.setattr(CapturedStep, "_on_own_stream", lambda self: nullcontext())
     monkeypatch.setattr(CapturedStep, "_run_first_step", lambda self, inputs: self.step(inputs))

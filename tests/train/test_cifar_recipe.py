@@ -18,14 +18,6 @@ from holdfast.train.training import SingleRun
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 
 
-def test_the_recipe_asks_for_what_it_says() -> None:
-    recipe = load_recipe("cifar10")
-    assert recipe.attack.all_budgets() == [0.5 / 255, 1 / 255, 2 / 255]
-    assert (recipe.attack.examples, recipe.attack.spsa_examples, recipe.attack.corrupted_examples) == (2000, 512, 2000)
-    assert recipe.sparse.layers == "last:2" and recipe.model.config["patch_size"] == 4
-    assert recipe.training.augment.in_use and recipe.training.augment.only_moves_pixels  # a GPU does not wait for the host
-
-
 def test_small_images_are_run_in_larger_batches_on_a_gpu() -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     assert batch_size(32, cpu) == batch_size(224, gpu) == batch_size(512, gpu) == BATCH
@@ -60,6 +52,6 @@ def test_cifar10_tiny_learns_and_is_attacked(tmp_path: Path) -> None:
     (row,) = results.rows
     assert row.clean is not None and row.clean < 75  # by chance it is 90
     assert [len(curve.budgets) for curve in row.curves.values()] == [4, 4, 4]
-    errors = [point.mean for point in row.curves["PGD"].figure]
-    assert errors == sorted(errors, key=lambda error: error or 0.0) and (errors[0] or 0.0) < (errors[-1] or 0.0)
+    errors = [point.mean for point in row.curves["PGD"].figure if point is not None]
+    assert errors == sorted(errors) and errors[0] < errors[-1]
     assert (tmp_path / "run" / "report.html").is_file()

@@ -10,18 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.report.comparison_page import main_table
-from holdfast.report.stored_comparison import parse
+from holdfast.report.comparison_tables import main_table
 from holdfast.routing.expert_graph import ExpertGraph
 from holdfast.train import Comparison, Recipe, RouterChoice, build_model, make_task, parse_routers
 from holdfast.train.cells import Cell
+from holdfast.train.results import Results
 from holdfast.train.text_task import TextTask
 
 HOLD_LOCK = """
 import sys, time
 from pathlib import Path
 from holdfast.locking import Lock
-print(Lock(Path(sys.argv[1])).attempt(), flush=True)
+lock = Lock(Path(sys.argv[1]))
+print(lock.attempt(), flush=True)
 time.sleep(600)
 """
 
@@ -98,14 +99,16 @@ def test_routers_that_see_later_tokens_stand_apart(tiny: Callable[..., Recipe], 
     apart = "capacity,expert-choice[evaluate=same],ac[stats=batch],similarity[causal=false]"
     routers = parse_routers(f"smoe,{apart},ac,expert-choice")  # these two see them at most in training
     comparison = Comparison(tiny({"training.steps": 1}), routers, 1, tmp_path / "run")
-    rows = comparison.finish(comparison.run())
-    assert [row["router"] for row in rows] == ["smoe", "ac", "expert-choice", *apart.split(",")]
-    for row in rows[1:]:
-        compared = [key for key in row if "difference" in key or key == "equal compute"]
-        assert ("apart" in row) == (row["router"] in apart.split(","))
-        assert bool(compared) == ("apart" not in row) and ("difference" in row["scores"]["clean"]) == bool(compared)
-    results = parse(json.loads((tmp_path / "run" / "results.json").read_text()))
-    assert [row["difference, clean"] for row in main_table(results)][3:] == ["sees later tokens"] * 4
+    results = comparison.finish(comparison.run())
+    assert [row.router for row in results.rows] == ["smoe", "ac", "expert-choice", *apart.split(",")]
+    for row in results.rows[1:]:
+        is_apart = row.router in apart.split(",")
+        assert (row.apart is not None) == is_apart and (row.equal_compute is None or not is_apart)
+        for difference in (row.clean_difference, row.attacked_difference, row.scores["clean"].difference):
+            assert (difference is None) == is_apart
+    table = main_table(Results.load(tmp_path / "run"))
+    place = table.columns.index("difference, clean")
+    assert [row[place] for row in table.rows][3:] == ["sees later tokens"] * 4
 
 
 def test_a_finished_cell_is_not_run_again_and_a_new_router_joins(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
@@ -120,13 +123,13 @@ def test_a_finished_cell_is_not_run_again_and_a_new_router_joins(tiny: Callable[
 
 def test_a_router_run_later_joins_the_finished_ones(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
     first = Comparison(tiny({"training.steps": 2}), parse_routers("smooth,smoe"), 1, tmp_path / "run")
-    alone = first.finish(first.run())
+    alone = first.finish(first.run()).rows
     later = Comparison(tiny({"training.steps": 2}), parse_routers("ac"), 2, tmp_path / "run")
-    rows = later.finish(later.run())
-    assert [row["router"] for row in rows] == ["smooth", "smoe", "ac"] and rows[:2] == alone
-    assert rows[2]["seeds"] == [0, 1] and rows[2]["clean, difference"]["seeds"] == 1
-    stored = json.loads((tmp_path / "run" / "results.json").read_text())
-    assert stored["rows"] == json.loads(json.dumps(rows)) and len(stored["cells"]) == 4
+    results = later.finish(later.run())
+    rows = results.rows
+    assert [row.router for row in rows] == ["smooth", "smoe", "ac"] and rows[:2] == alone
+    assert rows[2].seeds == [0, 1] and rows[2].clean_difference is not None and rows[2].clean_difference.seeds == 1
+    assert Results.load(tmp_path / "run") == results and len(results.cells) == 4
     (tmp_path / "run" / "cells" / "ac-seed1" / "result.json").write_text("{")
     with pytest.raises(ValueError, match=r"ac-seed1.result\.json.*remove .*ac-seed1"):
         first.finish(first.run())

@@ -21,7 +21,6 @@ from holdfast.train.checkpoint import TrainingState
 from holdfast.train.compiled_step import compile_step
 from holdfast.train.loop import TrainingLoop
 from holdfast.train.recipe import TrainingPart, load_recipe
-from holdfast.train.schedule import schedule_of
 from holdfast.train.step import TrainingStep, adamw
 
 LENGTH, VOCABULARY, WIDTH = 12, 32, 16
@@ -47,7 +46,7 @@ def build(router: str = "smoe", dropout: float = 0.1) -> Any:
 
 def step_of(model: Any, precision: str = "float32") -> TrainingStep:
     training = TrainingPart(steps=10, batch=3, learning_rate=1e-2)
-    return TrainingStep(model, adamw(model, training), schedule_of(training, 10), 1, 1.0, precision)
+    return TrainingStep(model, adamw(model, training), training.learning_rates(10), 1, 1.0, precision)
 
 
 def batch(seed: int = 1, rows: int = 3) -> list[dict[str, Tensor]]:

@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml
 from commands import Command
+from interrupting import Interrupted, stop_at
 from safetensors.torch import load_file, save_file
 from tiers import quick_or_slow
 
@@ -34,10 +35,6 @@ SMALL = {"training.steps": 6, "training.save_every": 2, "data.test_bytes": 800, 
 CELL = "smoe-seed0"
 
 
-class Interrupted(BaseException):
-    pass
-
-
 @pytest.fixture(scope="module")
 def recipe(tiny: Callable[..., Recipe]) -> Recipe:
     return tiny(SMALL)
@@ -51,14 +48,9 @@ def undisturbed(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> str
 @pytest.fixture(scope="module")
 def interrupted(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a run that was stopped after step 5, with the checkpoints 2 and 4."""
-
-    def stop(cell: Cell, steps: int) -> None:
-        if steps == 5:
-            raise Interrupted
-
     folder = tmp_path_factory.mktemp("interrupted") / "run"
     with pytest.raises(Interrupted):
-        Comparison(recipe, parse_routers("smoe"), 1, folder).run(stop)
+        Comparison(recipe, parse_routers("smoe"), 1, folder).run(stop_at(5))
     names = sorted(path.name for path in folder.glob("cells/*/training/checkpoint-*"))
     assert names == ["checkpoint-2", "checkpoint-4"]
     return folder
@@ -237,13 +229,8 @@ def test_a_checkpoint_of_the_trainer_is_refused_and_kept(recipe: Recipe, folder:
     training = folder / "cells" / CELL / "training"
     shutil.rmtree(training)
     task = make_task(recipe)
-
-    def stop(steps: int) -> None:
-        if steps == 3:
-            raise Interrupted
-
     with pytest.raises(Interrupted):
-        train(build_model(task, "smoe", {}, seed=0), task, training, seed=0, k=2, tick=stop, trainer=True)
+        train(build_model(task, "smoe", {}, seed=0), task, training, seed=0, k=2, tick=stop_at(3), trainer=True)
     assert find_damage(training / "checkpoint-2", TRAINER_FILES) is None
     with pytest.raises(ValueError, match=r"checkpoint-2 was written by the Hugging Face Trainer.*remove .*training to"):
         run(recipe, folder)
@@ -315,7 +302,8 @@ PLACES = [
     f"cells/{CELL}/task.json",
     f"cells/{CELL}/result.json",
     f"cells/{CELL}/router.json",
-    f"cells/{CELL}/.lock-1",
+    f"cells/{CELL}/.lock",
+    f"cells/{CELL}/.owner",
     f"cells/{CELL}/training",
     f"cells/{CELL}/training/log.jsonl",
     f"cells/{CELL}/training/snapshots",
@@ -323,7 +311,7 @@ PLACES = [
     f"cells/{CELL}/training/checkpoint-6",
     f"cells/{CELL}/training/checkpoint-2/optimizer.tensors",
     f"cells/{CELL}/training/runs",
-    ".lock-1",
+    ".lock",
 ]
 
 
@@ -376,18 +364,18 @@ def test_results_and_pages_are_not_written_over_links(recipe: Recipe, folder: Pa
     results = comparison.run()
     (folder / "results.json").symlink_to(tmp_path / "victim")
     with pytest.raises(ValueError, match=r"results\.json is a symbolic link"):
-        comparison.publish(results, lambda: None)
+        comparison.finish(results)
     assert (tmp_path / "victim").read_text() == "precious"
 
 
 def test_a_process_that_lost_its_lock_stops_writing(recipe: Recipe, folder: Path) -> None:
-    """Simulate a process that was stopped for so long that another machine took over its cell."""
+    """Simulate a process whose cell another machine has taken over."""
     seen: dict[str, Any] = {}
 
     def taken_over(cell: Cell, steps: int) -> None:
         if steps == 5:
-            (lock,) = (folder / "cells" / CELL).glob(".lock-*")
-            lock.rename(lock.with_name(".lock-7"))
+            note = folder / "cells" / CELL / ".owner"
+            write_json(note, {**json.loads(note.read_text()), "host": "another"})
             seen.update(contents(folder))
 
     with pytest.raises(LockLostError, match=CELL):

@@ -13,15 +13,15 @@ from commands import Command
 
 import holdfast
 from holdfast.cli.main import main
-from holdfast.data.labelled_images import decode
+from holdfast.data.images import decode
 from holdfast.hub.layers import moe_layers
 from holdfast.metrics.paired import paired
-from holdfast.report import read_results
 from holdfast.routing.scores import Cosine
 from holdfast.train import Comparison, Recipe, build_model, load_recipe, make_task, parse_routers
+from holdfast.train.building import put_router
 from holdfast.train.domain_summary import summarise_domains
-from holdfast.train.domain_task import DomainTask
-from holdfast.train.put_router import put_router
+from holdfast.train.image_task import DomainTask
+from holdfast.train.results import Results
 from holdfast.train.saved_model import load_model_and_task
 from holdfast.train.training import SingleRun
 
@@ -132,7 +132,7 @@ def run(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_the_figures_of_four_held_out_domains_equal_a_loop(run: Path, folder: Path) -> None:
-    results = read_results(run)
+    results = Results.load(run)
     assert sorted(path.name for path in (run / "cells").iterdir()) == sorted(
         f"{router}-data.held_out={domain}-seed{seed}" for router in ("smoe", "xmoe") for domain in DOMAINS for seed in (0, 1)
     )
@@ -275,7 +275,7 @@ def test_validation_is_on_all_held_back_images_of_the_training_domains(
         ({"data__held_out": "phto"}, "data.held_out: unknown domain 'phto': did you mean 'photo'?"),
         ({"data__held_out": "photo", "training__batch": 8}, "of the 3 training domains: use a multiple of 3"),
         ({"training__batch": 8}, "with data.held_out=art_painting: training.batch is 8; a batch has as many images of each"),
-        ({"task": "images", "data__held_out": "photo"}, "data.held_out is a domain: set `task: domains`"),
+        ({"task": "images", "data__held_out": "photo"}, "data.held_out is for images of several domains"),
     ],
 )
 def test_a_wrong_recipe_is_one_sentence_before_training(
@@ -313,9 +313,9 @@ def test_only_seeds_with_every_domain_are_summarised() -> None:
     results = [result("smoe", domain, seed, 10.0 + seed) for seed in (0, 1, 2) for domain in ("a", "b")]
     results += [result("ac", domain, seed, 20.0 - seed) for seed in (1, 2, 3) for domain in ("a", "b")][:-1]
     smoe, ac = summarise_domains(results, "smoe")
-    assert (smoe["seeds"], ac["seeds"]) == ([0, 1, 2], [1, 2])
-    assert ac["mean, difference"]["mean"] == pytest.approx(statistics.fmean([89 - 81, 88 - 82]) * -1)
-    assert "mean, difference" not in smoe
+    assert (smoe.seeds, ac.seeds) == ([0, 1, 2], [1, 2])
+    assert smoe.mean_difference is None and ac.mean_difference is not None
+    assert ac.mean_difference.mean == pytest.approx(statistics.fmean([89 - 81, 88 - 82]) * -1)
     assert summarise_domains([one for one in results if one["settings"]["data.held_out"] == "a"], "smoe") == []
     assert summarise_domains([{**one, "settings": {}} for one in results], "smoe") == []
 
@@ -324,8 +324,8 @@ def test_the_worst_domain_is_that_of_each_seed() -> None:
     results = [result("smoe", "a", 0, 30.0), result("smoe", "b", 0, 10.0), result("smoe", "a", 1, 20.0)]
     results += [result("smoe", "b", 1, 40.0)]
     (row,) = summarise_domains(results, "smoe")
-    assert row["worst"]["mean"] == pytest.approx((70 + 60) / 2)  # not the worst of the means, 75
-    assert row["mean"]["mean"] == pytest.approx((80 + 70) / 2)
+    assert row.worst.mean == pytest.approx((70 + 60) / 2)  # not the worst of the means, 75
+    assert row.mean.mean == pytest.approx((80 + 70) / 2)
 
 
 def test_settings_of_a_sweep_are_summarised_apart() -> None:
@@ -337,10 +337,10 @@ def test_settings_of_a_sweep_are_summarised_apart() -> None:
         for router in ("smoe", "ac")
     ]
     rows = summarise_domains(results, "smoe")
-    assert [(row["settings"], row["router"]) for row in rows] == [
+    assert [(row.settings, row.router) for row in rows] == [
         ({"sparse.k": k}, router) for k in (1, 2) for router in ("smoe", "ac")
     ]
-    assert [row["mean"]["mean"] for row in rows] == pytest.approx([88.5, 88.5, 87.5, 87.5])
+    assert [row.mean.mean for row in rows] == pytest.approx([88.5, 88.5, 87.5, 87.5])
 
 
 def test_the_recipe_of_gmoe_has_cosine_scores_in_blocks_8_and_10(folder: Path) -> None:

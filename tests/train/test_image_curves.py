@@ -2,22 +2,24 @@
 
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from report.stored import by_column
 
 from holdfast.attacks import corrupt, find_attack
 from holdfast.comparing import run_comparison
-from holdfast.metrics import difference_of, level_of
-from holdfast.report import read_results, render
-from holdfast.report.attack_curves import accuracy_table, attack_curves
-from holdfast.report.plots import clean_and_attacked
-from holdfast.report.stored_comparison import Difference, OverSeeds
+from holdfast.metrics import Difference, difference_of, level_of
+from holdfast.report import render
+from holdfast.report.comparison_tables import accuracy_table
+from holdfast.report.plots import attack_curves, clean_and_attacked
 from holdfast.train import Comparison, Recipe, build_model, load_recipe, make_task, parse_routers
-from holdfast.train.image_attacks import BATCH, Corrupted, classifier, curve_of, error_of, wrong_of
+from holdfast.train.image_attacks import BATCH, Corrupted, classifier, curve_of, error_of, made_corruptions, wrong_of
 from holdfast.train.image_task import ImageTask, attack_images
+from holdfast.train.results import Results
 
 pytestmark = pytest.mark.slow  # two routers are trained with two seeds; tests/attacks/test_curves.py is quick
 
@@ -86,7 +88,7 @@ def test_corrupted_errors_equal_a_naive_loop_and_images_are_made_once(
             error_of(wrong_of(classify, corrupt(pixels, name, severity=severity, seed=0).images, labels))
             for severity in (1, 4)
         ]
-        for name in images.names
+        for name in made_corruptions()
     }
     assert found["each"] == pytest.approx({name: statistics.fmean(errors) for name, errors in naive.items()})
     assert images.score(classify, labels, [1, 4]) == found and len(made) == 28
@@ -96,7 +98,7 @@ def test_corrupted_errors_equal_a_naive_loop_and_images_are_made_once(
 
 
 def test_rows_have_intervals_and_paired_differences_of_every_attack(folder: Path, results: list[dict[str, Any]]) -> None:
-    stored = read_results(folder)
+    stored = Results.load(folder)
     mine = [result for result in results if result["router"] == "symphony"]
     theirs = [result for result in results if result["router"] == "smoe"]
     row = stored.rows[1]
@@ -105,21 +107,20 @@ def test_rows_have_intervals_and_paired_differences_of_every_attack(folder: Path
         scored = [[one["clean"] if name == "clean" else one["trials"][name] for one in all_] for all_ in (theirs, mine)]
         over, difference = level_of(scored[1]), difference_of(*scored)
         assert over is not None and difference is not None and over.low is not None and over.high is not None
-        assert (score.mean, score.low, score.high, score.over) == (over.mean, over.low, over.high, "these models only")
+        assert (score.level, score.difference) == (over, difference) and over.over == "these models only"
         assert 0 <= over.low < over.mean < over.high <= 100
-        assert score.difference is not None and score.difference.words == difference.words
         if name != "clean":  # beside an attack stands the clean error of the same images
             assert score.clean == pytest.approx(statistics.fmean(one["clean"] for one in scored[1]))
             assert all(one["clean"] <= one["figure"] or name == "corruptions" for one in scored[1])
     assert row.attacks_some and row.examples == {"clean": 180, "attacked": 32}
     assert row.clean_beside_attacked == row.scores["PGD"].clean != row.clean
     for points in (row.curves["PGD"].figure, row.curves["PGD"].top5):
-        assert all(0 <= (point.low or 0) <= (point.high or 100) <= 100 and point.over for point in points)
+        assert all(point and 0 <= (point.low or 0) <= (point.high or 100) <= 100 and point.over for point in points)
     assert "per_example" not in (folder / "results.json").read_text()
 
 
 def test_the_page_shows_curves_and_accuracies_with_intervals(folder: Path) -> None:
-    stored = read_results(folder)
+    stored = Results.load(folder)
     plots = list(attack_curves(stored))
     assert [plot.title for plot in plots][:3] == [
         "FGSM, error against budget",
@@ -130,9 +131,9 @@ def test_the_page_shows_curves_and_accuracies_with_intervals(folder: Path) -> No
         assert [trace["meta"]["router"] for trace in plot.data] == [0, 1]
         for trace in plot.data:
             assert trace["x"] == pytest.approx([0, 5, 25.5, 76.5]) and len(trace["error_y"]["array"]) == 4
-    smoe, symphony = accuracy_table(stored)
-    clean = stored.rows[1].scores["clean"]
-    assert clean.mean is not None and clean.low is not None and clean.high is not None
+    smoe, symphony = by_column(accuracy_table(stored))
+    clean = stored.rows[1].scores["clean"].level
+    assert clean is not None and clean.low is not None and clean.high is not None
     assert symphony["clean"] == f"{100 - clean.mean:.2f} ({100 - clean.high:.2f} to {100 - clean.low:.2f})"
     assert smoe["PGD, difference"] == "baseline" and "these models only" in symphony["PGD, difference"]
     same = stored.rows[1].scores["PGD"].clean
@@ -146,31 +147,26 @@ def test_the_page_shows_curves_and_accuracies_with_intervals(folder: Path) -> No
     assert page.count("<h2>Every attack</h2>") == 0  # the table of accuracies has all of it
 
 
-def test_a_gain_in_error_is_a_loss_in_accuracy(folder: Path) -> None:
-    stored = read_results(folder)
-    score = stored.rows[1].scores["clean"]
-    words = {"mean": 2.0, "low": 1.0, "high": 3.0, "seeds": 3, "words": "+2", "over": "seeds and examples"}
-    changed = score.model_copy(update={"difference": Difference.model_validate(words)})
-    row = stored.rows[1].model_copy(update={"scores": {"clean": changed}})
-    table = list(accuracy_table(stored.model_copy(update={"rows": [stored.rows[0], row]})))
-    assert table[1]["clean, difference"] == "-2 (95% interval -3 to -1, 3 seeds)"
-
-
-def test_no_difference_in_error_is_not_minus_zero(folder: Path) -> None:
-    stored = read_results(folder)
-    words = {"mean": 0.0, "low": None, "high": None, "seeds": 1, "words": "+0"}
-    changed = stored.rows[1].scores["clean"].model_copy(update={"difference": Difference.model_validate(words)})
-    row = stored.rows[1].model_copy(update={"scores": {"clean": changed}})
-    table = list(accuracy_table(stored.model_copy(update={"rows": [stored.rows[0], row]})))
-    assert table[1]["clean, difference"].startswith("+0, no interval")
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (Difference(2.0, 1.0, 3.0, 3, "seeds and examples"), "-2 (95% interval -3 to -1, 3 seeds)"),
+        (Difference(0.0, None, None, 1), "+0, no interval"),  # not -0
+    ],
+)
+def test_a_gain_in_error_is_a_loss_in_accuracy(error: Difference, told: str, folder: Path) -> None:
+    stored = Results.load(folder)
+    score = replace(stored.rows[1].scores["clean"], difference=error)
+    row = replace(stored.rows[1], scores={"clean": score})
+    assert by_column(accuracy_table(replace(stored, rows=[stored.rows[0], row])))[1]["clean, difference"] == told
 
 
 def test_a_top_5_error_of_zero_everywhere_has_no_plot(folder: Path) -> None:
-    stored = read_results(folder)
-    zero = OverSeeds(mean=0.0, low=0.0, high=0.0)
-    curves = {name: one.model_copy(update={"top5": [zero] * 4}) for name, one in stored.rows[0].curves.items()}
-    rows = [row.model_copy(update={"curves": curves}) for row in stored.rows]
-    titles = [plot.title for plot in attack_curves(stored.model_copy(update={"rows": rows}))]
+    stored = Results.load(folder)
+    zero = Difference(0.0, 0.0, 0.0, 2)
+    curves = {name: replace(one, top5=[zero] * 4) for name, one in stored.rows[0].curves.items()}
+    rows = [replace(row, curves=curves) for row in stored.rows]
+    titles = [plot.title for plot in attack_curves(replace(stored, rows=rows))]
     assert titles[:2] == ["FGSM, error against budget", "PGD, error against budget"] and len(titles) == 3
 
 
@@ -213,7 +209,7 @@ def test_the_named_attack_may_be_one_of_those_that_every_recipe_runs(digits: Cal
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"attack.budgets": [2]}, r"attack\.budgets.*list of numbers, each a number between 0 and 1"),
+        ({"attack.budgets": [2]}, r"attack\.budgets.*a number between 0 and 1"),
         ({"attack.budgets": ["one"]}, r"attack\.budgets"),
         ({"attack.budgets": 0.1}, r"attack\.budgets"),
         ({"attack.severities": [6]}, r"attack\.severities.*from 1 to 5"),

@@ -13,10 +13,9 @@ from PIL import Image
 
 import holdfast
 from holdfast.train import Comparison, Recipe, build_model, load_recipe, make_task, parse_routers
+from holdfast.train.building import preflight
 from holdfast.train.image_task import ImageTask
-from holdfast.train.pace import SLOW_FIRST_STEP, Pace
-from holdfast.train.preflight import preflight
-from holdfast.train.training import train
+from holdfast.train.training import SLOW_FIRST_STEP, Pace, train
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +210,7 @@ def test_a_short_run_is_not_announced(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_first_step_that_does_not_end_is_reported_while_it_runs(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("holdfast.train.pace.SLOW_FIRST_STEP", 0.05)
+    monkeypatch.setattr("holdfast.train.training.SLOW_FIRST_STEP", 0.05)
     pace = Pace(2000, None, "Set data.size to less.")
     pace(0)
     end = time.monotonic() + 10
@@ -229,7 +228,7 @@ def test_a_first_step_that_does_not_end_is_reported_while_it_runs(
 def test_training_measures_its_steps(
     digits: Callable[..., Recipe], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("holdfast.train.pace.VERY_LONG", 0.0)
+    monkeypatch.setattr("holdfast.train.training.VERY_LONG", 0.0)
     recipe = digits({"training.steps": 5, "training.warmup": 0})
     task = make_task(recipe)
     for trainer in (False, True):

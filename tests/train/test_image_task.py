@@ -1,6 +1,6 @@
 """Comparisons on images: errors equal a naive recount, attacks never reduce the error, conditions are equal."""
 
-import json
+import base64
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from holdfast.attacks import AttackedInputs
 from holdfast.hub import trace
-from holdfast.train import Comparison, Recipe, RouterChoice, build_model, load_recipe, load_trained, make_task, parse_routers
-from holdfast.train.image_attacks import _attacked, error_percent
+from holdfast.train import Comparison, Recipe, RouterChoice, build_model, load_trained, make_task, parse_routers
+from holdfast.train.image_attacks import _attacked
 from holdfast.train.image_task import ImageTask, evenly_spaced
 
 ROUTERS = "smoe,symphony+smooth"
@@ -94,14 +94,7 @@ def test_an_attack_without_effect_has_exactly_the_clean_error(count: int) -> Non
         nothing = {"budget": 0.0, "norm": "linf", "bounds": None, "steps": 1, "restarts": 1, "seed": None}
         inputs = {"inputs": torch.zeros(count, 1), "distances": torch.zeros(count)}
         result = AttackedInputs(attack="none", success=wrong, already_wrong=wrong, **inputs, **nothing)  # type: ignore[arg-type]
-        assert _attacked(result)["figure"] == error_percent(right, count)
-
-
-def test_a_comparison_on_images_gives_the_same_numbers_every_time(
-    digits: Callable[..., Recipe], results: list[dict[str, Any]], tmp_path: Path
-) -> None:
-    again = Comparison(digits(), parse_routers("symphony+smooth"), 1, tmp_path / "again").run()
-    assert json.dumps(again, sort_keys=True) == json.dumps(results[1:], sort_keys=True)
+        assert _attacked(result)["figure"] == 100 * (1 - right / count)
 
 
 def test_every_test_image_is_scored_once(digits: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +108,7 @@ def test_every_test_image_is_scored_once(digits: Callable[..., Recipe], monkeypa
         return found
 
     monkeypatch.setattr(images, "pixels", noting)
-    found = task._clean(build_model(task, "smoe", {}, seed=0).eval(), images)
+    found = task._clean(build_model(task, "smoe", {}, seed=0).eval())
     assert sorted(number for numbers in fetched for number in numbers) == list(range(180))
     assert len(fetched) > 1
     tokens = {layer["tokens"] for layer in found["routing"]["layers"]}
@@ -135,7 +128,8 @@ def test_the_view_has_a_grid_of_experts_for_each_image(run: Path, results: list[
             assert shown["label"] == str(int(images.labels[number])) and shown["said"] == str(int(found))
             assert shown["grid"] == [4, 4] and [len(layer) for layer in shown["experts"]] == [16, 16]
             pixels = images.pixels([number])
-            torch.testing.assert_close(torch.tensor(shown["pixels"]), pixels[0, 0], atol=6e-4, rtol=0)
+            grey = torch.tensor(list(base64.b64decode(shown["pixels"]))).view(-1, shown["width"]) / 255
+            torch.testing.assert_close(grey, pixels[0, 0], atol=2e-3, rtol=0)
             with torch.no_grad(), trace(trained.model.eval()) as routes:
                 trained.model(pixel_values=pixels * 2 - 1)
             assert shown["experts"] == [routing.experts[1:, 0].tolist() for routing in routes]  # row by row
@@ -160,17 +154,6 @@ def test_a_router_of_strength_0_reproduces_the_baselines_curve_on_images(
     assert loud["log"] != plain["log"]
     assert len({(result["first_batch"], result["last_batch"]) for result in (plain, *others, loud)}) == 1
     assert plain["first_batch"] != plain["last_batch"]
-
-
-def test_common_weights_start_equal_and_seeds_have_different_orders(digits: Callable[..., Recipe]) -> None:
-    task = image_task(digits())
-    plain = dict(build_model(task, "smoe", {}, seed=3).named_parameters())
-    for name in ("ac", "symphony+smooth", "similarity"):
-        for key, parameter in build_model(task, name, {}, seed=3).named_parameters():
-            twin = plain.get(key.replace(".score.base.", ".score."))
-            assert twin is None or torch.equal(parameter, twin), (name, key)
-    assert task.examples(0).hash(0) != task.examples(1).hash(0)
-    assert task.examples(0).hash(5) == image_task(digits()).examples(0).hash(5)
 
 
 def test_evenly_spaced_images_are_of_every_class() -> None:
@@ -206,16 +189,3 @@ def test_images_that_are_not_square_raise_an_error(digits: Callable[..., Recipe]
     monkeypatch.setattr(task.image_set.images("train"), "shape", (1, 8, 9))
     with pytest.raises(ValueError, match="8 x 9"):
         task.initial_model()
-
-
-def test_images_with_too_many_patches_are_refused_before_training(tmp_path: Path) -> None:
-    from PIL import Image
-
-    for number in range(12):
-        path = tmp_path / "images" / ("cats", "dogs")[number % 2] / f"{number}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (8, 8), (number, 0, 0)).save(path)
-    source = {"data.source": str(tmp_path / "images")}
-    with pytest.raises(ValueError, match=r"12,544 patches.*set data\.size to 8,"):
-        make_task(load_recipe("vmoe-tiny", source)).initial_model()
-    make_task(load_recipe("vmoe-tiny", {**source, "data.size": 8})).initial_model()

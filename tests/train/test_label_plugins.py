@@ -13,9 +13,8 @@ import holdfast
 from holdfast import plugins
 from holdfast.attacks import change_words
 from holdfast.data import text_set
-from holdfast.report.stored_comparison import read_results
-from holdfast.train import attack_text, load_recipe, make_task
-from holdfast.train.training import build_model
+from holdfast.train import load_recipe, make_task
+from holdfast.train.building import build_model
 
 SMALL = {"training.steps": 2, "training.batch": 4, "data.length": 16, "data.vocabulary": 50, "data.source": "moods"}
 ROWS = [
@@ -101,7 +100,7 @@ def test_attacks_and_metrics_of_plugins_score_a_classifier() -> None:
     score = task.score(model)
     assert "shout" in task.measure.attack and "SUNNY" in task.attack.texts[1]  # type: ignore[attr-defined]
     assert score["clean"]["metrics"]["margin"] > 0 and "margin" in score["attacked"]["metrics"]
-    assert attack_text(model, task, "shout", rate=1.0, seed=0)["rows"][1][0] == "shout"
+    assert task.attack_words(model, "shout", rate=1.0, seed=0)["rows"][1][0] == "shout"
 
 
 def test_metrics_of_classes_are_refused_for_numbers() -> None:
@@ -126,8 +125,7 @@ def test_a_sweep_of_a_classifier_has_one_page_with_predictions_and_metrics(tmp_p
     register(SPLITS)
     changes = {**SMALL, "metrics": ["accuracy"]}
     how: dict[str, Any] = {"recipe": "labels-tiny", "changes": changes, "seeds": 1, "match_compute": False}
-    holdfast.compare("smoe,symphony", **how, out=tmp_path / "out", sweep={"sparse.k": [1, 2]})
-    rows = read_results(tmp_path / "out").rows
+    rows = holdfast.compare("smoe,symphony", **how, out=tmp_path / "out", sweep={"sparse.k": [1, 2]}).rows
     assert [row.settings for row in rows] == [{"sparse.k": 1}] * 2 + [{"sparse.k": 2}] * 2
-    assert all(row.changed is not None and "accuracy" in row.metrics for row in rows)
+    assert all(row.predictions_changed is not None and "accuracy" in row.metrics for row in rows)
     assert (tmp_path / "out" / "report.html").exists()

@@ -17,13 +17,13 @@ from holdfast.cli.evaluate import against_majority
 from holdfast.cli.main import main
 from holdfast.data import Bytes, LabelledText, Vocabulary
 from holdfast.data.encoded_texts import PairEncoder
-from holdfast.train import Recipe, attack_text, load_recipe, load_trained, make_task, recipes, save_trained
+from holdfast.train import Recipe, load_recipe, load_trained, make_task, recipes, save_trained
+from holdfast.train.building import build_model, preflight
 from holdfast.train.label_task import LabelTask, predict
-from holdfast.train.preflight import preflight
 from holdfast.train.recipe import parse_router
 from holdfast.train.saved_model import AuditData, load_model_and_task
 from holdfast.train.task import Measure, attack_routers, routing_metrics
-from holdfast.train.training import SingleRun, build_model
+from holdfast.train.training import SingleRun, require_trainable
 
 SMALL = {
     "training.steps": 12,
@@ -186,6 +186,8 @@ def test_pairs_and_numbers_to_predict_are_trained_and_scored(tmp_path: Path) -> 
     source = pairs(tmp_path / "pairs.tsv", lambda number: str(number / 7))
     task = task_of(source, **{"training.steps": 2})
     assert task.text_set.is_regression and task.metric == "pearson" and task.measure.name == "Pearson"
+    with pytest.raises(ValueError, match="label smoothing is for classes"):
+        require_trainable(task_of(source, **{"training.steps": 2, "training.label_smoothing": 0.1}), 0)
     SingleRun(task.recipe, parse_router("smoe"), 0, tmp_path / "out").run()
     loaded = load_trained(tmp_path / "out")
     assert loaded.model.config.num_labels == 1
@@ -244,7 +246,7 @@ def test_f1_is_for_two_classes(tmp_path: Path) -> None:
 
 def test_columns_of_labels_are_refused_in_other_tasks() -> None:
     for field in ("pair", "label", "metric"):
-        with pytest.raises(ValueError, match=rf"data\.{field} is for labelled texts: set `task: labels`"):
+        with pytest.raises(ValueError, match=rf"data\.{field} is for labelled texts \(task: labels\)"):
             load_recipe("tiny", {f"data.{field}": "a"})
 
 
@@ -278,13 +280,13 @@ def test_a_saved_model_is_tested_on_all_rows_of_another_file(trained: Path, tmp_
 def test_attacks_report_the_share_of_predictions_that_change(trained: Path, reviews: Path) -> None:
     model, task = load_model_and_task(str(trained), source=str(reviews))
     for kind in ("words", "generic", "typos"):
-        found = attack_text(model, task, kind, rate=0.9, seed=0)
+        found = task.attack_words(model, kind, rate=0.9, seed=0)
         clean, attacked = (dict(zip(found["columns"], row, strict=True)) for row in found["rows"])
         summary = found["summary"]
         assert clean["error, %"] == summary["clean"]["figure"] and attacked["error, %"] == summary[kind]["figure"]
         assert attacked["share of predictions that change"] == summary[kind]["predictions_changed"]
     assert found["summary"]["attack"]["changed"] > 0
-    nothing = attack_text(model, task, "words", rate=0.0, seed=0)["summary"]["words"]
+    nothing = task.attack_words(model, "words", rate=0.0, seed=0)["summary"]["words"]
     assert nothing["predictions_changed"] == 0 and nothing["paired"]["mean"] == 0
 
 
@@ -306,7 +308,7 @@ def test_every_command_works_on_a_comparison_of_classifiers(reviews: Path, tmp_p
     page = (out / "report.html").read_text()
     assert "predictions that the attack changes" in page and "classified wrongly" in page
     rows = json.loads((out / "results.json").read_text())["rows"]
-    assert all("predictions changed" in row and "cost" not in row for row in rows)
+    assert all(row["predictions_changed"] is not None and row["cost"] is None for row in rows)
     where = ["--source", str(reviews)]
     assert main(["evaluate", cell, *where, "--out", str(tmp_path / "scores.json")]) == 0
     assert json.loads((tmp_path / "scores.json").read_text())["measure"]["name"] == "error, %"

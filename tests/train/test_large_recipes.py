@@ -10,8 +10,7 @@ import torch
 import transformers
 
 from holdfast.train import load_recipe, make_task, parse_routers
-from holdfast.train.preflight import preflight
-from holdfast.train.put_router import put_router
+from holdfast.train.building import preflight, put_router
 from holdfast.train.start import start_model
 
 

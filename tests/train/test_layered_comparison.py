@@ -31,8 +31,7 @@ def test_routers_with_layers_are_trained_stored_and_kept(tiny: Callable[..., Rec
     assert [(spec.router, spec.k) for spec in specs.values()] == [("smoe", 2), ("symphony", 3)]
     again = Comparison(tiny(), parse_routers(ROUTERS), 1, tmp_path / "run")
     assert all(again.stored(cell) is not None for cell in again.cells)
-    rows = comparison.finish(results)
-    assert [row["router"] for row in rows] == [result["router"] for result in results]
+    assert [row.router for row in comparison.finish(results).rows] == [result["router"] for result in results]
 
 
 def test_other_layers_do_not_take_over_a_cell(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
@@ -65,20 +64,19 @@ def result(router: str, experts: float, figure: float) -> dict[str, Any]:
 def test_a_baseline_with_more_experts_that_the_user_named_is_the_equal_compute_baseline() -> None:
     results = [result("smoe", 2, 10), result("smooth", 2.5, 9), result("smoe[k=3]", 3, 9.5), result("smoe[k=4]", 4, 9)]
     rows = summarise(results, "smoe")
-    assert rows[1]["equal compute"]["router"] == "smoe[k=3]"
-    assert not any("equal compute" in row for row in (rows[0], rows[2], rows[3]))
+    assert [row.equal_compute and row.equal_compute.router for row in rows] == [None, "smoe[k=3]", None, None]
     assert matched_baseline(rows, parse_routers("smoe,smooth,smoe[k=3],smoe[k=4]"), 8) == []
 
 
 def test_a_baseline_with_too_few_experts_is_not_enough() -> None:
     rows = summarise([result("smoe[k=1]", 1, 10), result("smooth", 2.5, 9), result("smoe", 2, 9.5)], "smoe[k=1]")
-    assert "equal compute" not in rows[1]
+    assert rows[1].equal_compute is None
     (added,) = matched_baseline(rows, parse_routers("smoe[k=1],smooth,smoe"), 8)
     assert (added.name, added.router, added.k) == ("smoe[k=1], top 3", "smoe", 3)
 
 
 def test_another_router_with_the_same_number_of_experts_is_not_the_baseline() -> None:
     rows = summarise([result("smoe", 2, 10), result("smooth", 2.5, 9), result("xmoe[k=3]", 3, 9.5)], "smoe")
-    assert "equal compute" not in rows[1]
+    assert rows[1].equal_compute is None
     (added,) = matched_baseline(rows, parse_routers("smoe,smooth,xmoe[k=3]"), 8)
     assert (added.name, added.k) == ("smoe, top 3", 3)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from interrupting import Interrupted
 from tiers import quick_or_slow
 
 from holdfast.train import Recipe, Task, build_model, make_task
@@ -119,10 +120,6 @@ def test_the_log_waits_only_for_steps_long_ago(waited: list[tuple[int, int]], tm
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     expected = [{"step": step, "loss": float(step), "grad_norm": float(step), "learning_rate": 0.5} for step in range(1, 41)]
     assert lines == log.lines == [*expected, {"step": 40, "eval_loss": 2.0}]
-
-
-class Interrupted(BaseException):
-    pass
 
 
 def test_an_interrupted_run_has_logged_all_its_steps(

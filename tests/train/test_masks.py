@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import masking_utils
 from transformers.utils import import_utils
 
-from holdfast.train.masks import masks_without_waiting
+from holdfast.train.step import masks_without_waiting
 
 LENGTH = 12
 

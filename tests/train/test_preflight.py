@@ -13,7 +13,7 @@ import holdfast
 from holdfast.routing import Context, Informer
 from holdfast.routing.presets import REGISTRY
 from holdfast.train import Comparison, Recipe, build_model, load_recipe, make_task, parse_routers
-from holdfast.train.preflight import preflight
+from holdfast.train.building import preflight
 from holdfast.train.recipe import parse_router
 from holdfast.train.training import SingleRun
 
@@ -92,6 +92,7 @@ HOPELESS: dict[str, tuple[dict[str, Any], str]] = {  # changes of a recipe of te
     "negative width": ({"model.config.hidden_size": -4}, r"model\.config\.hidden_size is -4: no llama"),
     "text as width": ({"model.config.hidden_size": "1e9"}, r"model\.config\.hidden_size is '1e9': no llama .* expected int"),
     "enormous width": ({"model.config.hidden_size": 10**9}, r".* GiB; .* \(.* model\.config\.hidden_size=1,000,000,000\)"),
+    "misspelt": ({"model.config.hiden_size": 8}, r"model\.config\.hiden_size: unknown entry .* did you mean 'hidden_size'"),
     "no heads": ({"model.config.num_attention_heads": 0}, r"model\.config\.num_attention_heads is 0: no llama"),
     "empty network": ({"model.config.intermediate_size": 0}, r"model\.config\.intermediate_size is 0: .* would be 0 x 32"),
     "gpt2, no heads": (

@@ -16,19 +16,16 @@ from typing import Any
 import pytest
 import safetensors.torch
 import yaml
+from interrupting import Interrupted, stop_at
 from safetensors import SafetensorError
 from tiers import quick_or_slow
 from wording import mentions
 
 import holdfast.files
-from holdfast.train import Cell, Comparison, Recipe, load_recipe, parse_routers
+from holdfast.train import Comparison, Recipe, load_recipe, parse_routers
 from holdfast.train.run_folder import checkpoints, find_damage, newest_complete, write_checkpoint_manifest
 
 ROUTER = "symphony+smooth[beta=0.8]"  # with state of its own, and a name that a pattern of paths would trip over
-
-
-class Interrupted(BaseException):
-    pass
 
 
 @pytest.fixture(scope="module")
@@ -43,14 +40,6 @@ def undisturbed(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> str
 
 def as_text(results: list[dict[str, Any]]) -> str:
     return json.dumps(results, sort_keys=True)
-
-
-def stop_at(step: int) -> Callable[[Cell, int], None]:
-    def progress(cell: Cell, steps: int) -> None:
-        if steps == step:
-            raise Interrupted
-
-    return progress
 
 
 def interrupt(recipe: Recipe, folder: Path, step: int) -> Path:
@@ -86,31 +75,6 @@ def test_a_frozen_router_resumes_frozen(tiny: Callable[..., Recipe], tmp_path: P
         Comparison(recipe, parse_routers("stablemoe"), 1, tmp_path / "cut").run(stop_at(3))
     found = weights(tmp_path / "cut")
     assert [name for name, value in expected.items() if not value.equal(found[name])] == []
-
-
-TORN: dict[str, dict[str, int]] = {  # which files are how long; the others are not there
-    "an empty folder": {},
-    "no state": {"config.json": 9999, "model.safetensors": 10**7, "optimizer.tensors": 10**7},
-    "half a state": {"model.safetensors": 10**7, "optimizer.tensors": 10**7, "training.json": 100},
-    "half the weights": {"config.json": 9999, "model.safetensors": 100},
-}
-
-
-@pytest.mark.parametrize("damage", quick_or_slow(TORN, list(TORN)[:2]))
-def test_an_incomplete_checkpoint_is_skipped(damage: str, recipe: Recipe, undisturbed: str, tmp_path: Path) -> None:
-    training = interrupt(recipe, tmp_path, 12)
-    (training / "checkpoint-12").mkdir()
-    for name, length in TORN[damage].items():
-        (training / "checkpoint-12" / name).write_bytes((training / "checkpoint-8" / name).read_bytes()[:length])
-    assert newest_complete(training)[0] == training / "checkpoint-8"
-    assert as_text(Comparison(recipe, parse_routers(ROUTER), 1, tmp_path).run()) == undisturbed
-
-
-def test_with_only_an_incomplete_checkpoint_a_run_starts_again(recipe: Recipe, undisturbed: str, tmp_path: Path) -> None:
-    training = interrupt(recipe, tmp_path, 5)
-    (training / "checkpoint-4" / "training.json").write_text("{")
-    assert newest_complete(training)[0] is None
-    assert as_text(Comparison(recipe, parse_routers(ROUTER), 1, tmp_path).run()) == undisturbed
 
 
 def sealed(checkpoint: Path) -> Path:
@@ -241,7 +205,7 @@ def test_a_full_disk_raises_one_error_and_keeps_finished_work(
     for path in cell.rglob("*.json"):
         json.loads(path.read_text())
     left = [path.name for path in cell.rglob("*")]
-    assert not [name for name in left if name.startswith(".")]
+    assert [name for name in left if name.startswith(".")] == [".lock"]
     assert all(find_damage(checkpoint) is None for checkpoint in checkpoints(cell / "training"))
     assert ("model" in left) == (where in ("task.json", "result.json"))
     again = Comparison(recipe, routers, 1, folder).run()
@@ -270,5 +234,5 @@ def test_a_full_disk_while_the_summary_is_written_leaves_the_old_one(
         with pytest.raises(OSError, match="No space left"):
             comparison.finish(comparison.run())
     assert (folder / "results.json").read_bytes() == before
-    assert sorted(path.name for path in folder.iterdir()) == ["cells", "results.json", "run.json"]
+    assert sorted(path.name for path in folder.iterdir()) == [".lock", "cells", "results.json", "run.json"]
     assert json.dumps(comparison.finish(comparison.run())) == json.dumps(rows)

@@ -12,7 +12,7 @@ from commands import Command
 from PIL import Image
 
 from holdfast.attacks import CORRUPTIONS
-from holdfast.data.labelled_images import ArrayImages
+from holdfast.data.images import ArrayImages
 from holdfast.metrics.tasks import ALEXNET_ERRORS
 from holdfast.train import Comparison, Recipe, make_task, parse_routers
 from holdfast.train.image_attacks import Corrupted, classifier
@@ -271,20 +271,19 @@ SMALL = {"data.size": 8, "training.steps": 3, "training.batch": 8, "attack.steps
 def test_a_comparison_scores_shifted_tests_and_compares_them_by_seed(
     digits: Callable[..., Recipe], image_folder: Path, tmp_path: Path
 ) -> None:
-    from holdfast.report import read_results
-    from holdfast.report.comparison_page import render
+    from holdfast.report import render
 
     shifts = {"data.source": f"{image_folder}/", "data.shifts": [str(tmp_path / "drawings"), "corruptions"]}
     recipe = digits({**SMALL, **shifts})
     comparison = Comparison(recipe, parse_routers("smoe,symphony"), 2, tmp_path / "run")
     results = comparison.run()
-    rows = comparison.finish(results)
+    finished = comparison.finish(results)
     figures = {(one["router"], one["seed"]): one["shifts"]["drawings"]["figure"] for one in results}
     differences = [figures["symphony", seed] - figures["smoe", seed] for seed in (0, 1)]
-    found = rows[1]["shifts"]["drawings"]
-    assert found["difference"]["mean"] == pytest.approx(sum(differences) / 2) and found["difference"]["seeds"] == 2
-    assert "difference" not in rows[0]["shifts"]["drawings"]
-    page = render(read_results(tmp_path / "run"))
+    baseline, found = (row.shifts["drawings"].difference for row in finished.rows)
+    assert found is not None and found.mean == pytest.approx(sum(differences) / 2) and found.seeds == 2
+    assert baseline is None
+    page = render(finished)
     assert "Shifted test sets" in page and "drawings, error, %" in page
     made = results[0]["shifts"]["corruptions"]["errors"]
     assert set(made) == {name for name, kind in CORRUPTIONS.items() if not kind.files}

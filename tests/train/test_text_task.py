@@ -139,7 +139,7 @@ def test_perplexities_are_those_of_a_naive_loop_over_the_tokens(
     for trial, score in (
         (own.clean, scores["clean"]),
         (own.attacked, scores["attacked"]),
-        (own.misspelt, scores["trials"]["typos"]),
+        (own.typos[1], scores["trials"]["typos"]),
     ):
         losses, kept = naive(model, trial)
         assert score["tokens"] == len(losses) == trial.blocks.scored

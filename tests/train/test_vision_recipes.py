@@ -10,8 +10,8 @@ import torch
 from holdfast.comparing import ROUTERS
 from holdfast.hub import trace
 from holdfast.train import Comparison, Recipe, build_model, load_recipe, make_task, parse_routers
+from holdfast.train.building import put_router
 from holdfast.train.image_task import ImageTask
-from holdfast.train.put_router import put_router
 from holdfast.train.start import start_model
 from holdfast.train.training import train
 

@@ -205,11 +205,5 @@ def corrupt(
         files = (frost,) if corruption.files else ()
         corrupted = corruption.apply(images.float(), sources, *settings, *files).clamp(0, 1).to(images.dtype)
     pixels = max(images[0].numel(), 1) if images.shape[0] else 1
-    return CorruptedImages(
-        attack=name,
-        images=corrupted,
-        severity=severity,
-        seed=seed,
-        size=size,
-        distances=distances(corrupted, images, "l2") / pixels**0.5,
-    )
+    apart = distances(corrupted, images, "l2") / pixels**0.5
+    return CorruptedImages(name, corrupted, severity, seed, size, apart)

@@ -61,7 +61,15 @@ def check_model(model: Model, inputs: Tensor, labels: Tensor) -> tuple[Flag, ...
         return train_mode_flag(model)
     with torch.no_grad():
         once, again = checked_logits(model(inputs), inputs), model(inputs)
-    flags = [*train_mode_flag(model), *randomised_flag(once, again), *_not_finite_flag(once), *_probabilities_flag(once)]
+    flags = [*train_mode_flag(model), *randomised_flag(once, again)]
+    if not once.isfinite().all():
+        flags.append(Flag("not finite", "some logits of clean inputs are NaN or infinite."))
+    # Cross-entropy expects logits: a softmax before it flattens its gradient.
+    sums = once.float().sum(-1)
+    if once.shape[-1] > 1 and bool((once >= 0).all() & ((sums - 1).abs() < 1e-3).all()):
+        flags.append(
+            Flag("probabilities", "the outputs look like probabilities; attacks need the logits before the softmax.")
+        )
     labels = labels.long()
     logits, gradients = input_gradients(model, inputs, lambda out: F.cross_entropy(out.float(), labels, reduction="sum"))
     wrong = logits.argmax(-1) != labels
@@ -132,29 +140,3 @@ def black_box_flag(white: Tensor, black: Tensor, name: str) -> tuple[Flag, ...]:
         "where attacks with gradients failed: the gradients are misleading, or the attacks need more steps."
     )
     return (Flag("black box beats white box", detail),)
-
-
-def nothing_changed_flag(rate: float, changed: int, what: str) -> tuple[Flag, ...]:
-    """Flag an attack on text that changed nothing although its rate is above 0."""
-    if rate == 0 or changed > 0:
-        return ()
-    return (
-        Flag(
-            "nothing changed", f"the rate was {rate:g}, but no {what} was changed: the text is short, or no word may change."
-        ),
-    )
-
-
-def _not_finite_flag(logits: Tensor) -> tuple[Flag, ...]:
-    """Flag logits that are NaN or infinite."""
-    if logits.isfinite().all():
-        return ()
-    return (Flag("not finite", "some logits of clean inputs are NaN or infinite."),)
-
-
-def _probabilities_flag(logits: Tensor) -> tuple[Flag, ...]:
-    """Flag outputs that are probabilities: cross-entropy expects logits, and a softmax before it flattens its gradient."""
-    sums = logits.float().sum(-1)
-    if logits.shape[-1] > 1 and bool((logits >= 0).all() & ((sums - 1).abs() < 1e-3).all()):
-        return (Flag("probabilities", "the outputs look like probabilities; attacks need the logits before the softmax."),)
-    return ()

@@ -1,13 +1,13 @@
 """What all attacks on continuous inputs share: the threat model, the search for the worst input, and the result.
 
-`pixels` has the attacks themselves. The attacker may also leave an input unchanged: if the clean input is misclassified and
-an attack would correct it, the clean input is kept.
+`pixels` has the attacks themselves, and `attack_curve` runs one at several budgets. The attacker may also leave an input
+unchanged: if the clean input is misclassified and an attack would correct it, the clean input is kept.
 
 B inputs in a batch
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
@@ -118,14 +118,7 @@ def worst_of(*results: AttackedInputs) -> AttackedInputs:
             )
     worst = first
     for other in results[1:]:
-        better = other.success & ~worst.success
-        worst = replace(
-            worst,
-            inputs=torch.where(per_row(better, worst.inputs), other.inputs, worst.inputs),
-            success=worst.success | other.success,
-            distances=torch.where(better, other.distances, worst.distances),
-            ranks=None if worst.ranks is None or other.ranks is None else torch.maximum(worst.ranks, other.ranks),
-        )
+        worst = _with_successes(worst, other)
     white = [result.success for result in results if not result.black_box]
     black = [result for result in results if result.black_box]
     flags = list(dict.fromkeys(flag for result in results for flag in result.flags))
@@ -142,6 +135,46 @@ def worst_of(*results: AttackedInputs) -> AttackedInputs:
         options={result.attack: result.summary() for result in results},
         flags=tuple(flags),
     )
+
+
+def _with_successes(result: AttackedInputs, other: AttackedInputs) -> AttackedInputs:
+    """Return a result in which inputs that only the other attack got misclassified are those of the other attack."""
+    better = other.success & ~result.success
+    return replace(
+        result,
+        inputs=torch.where(per_row(better, result.inputs), other.inputs, result.inputs),
+        success=result.success | other.success,
+        distances=torch.where(better, other.distances, result.distances),
+        ranks=None if result.ranks is None or other.ranks is None else torch.maximum(result.ranks, other.ranks),
+    )
+
+
+def attack_curve(attack: Callable[[float], AttackedInputs], budgets: Sequence[float]) -> list[AttackedInputs]:
+    """Return the results of `attack(budget)` for all budgets, the smallest first, each with what smaller budgets found.
+
+    `attack` attacks the same inputs each time. A budget of 0 is the clean error. An input within a small ball is also within
+    every larger one. So what an attack has found at a smaller budget counts at the larger ones too: the error never falls
+    with the budget, as for the best attacker, which attacks alone need not do.
+    """
+    points: list[AttackedInputs] = []
+    for budget in ascending(budgets):
+        found = attack(budget)
+        if points:
+            smaller = points[-1]
+            if found.inputs.shape != smaller.inputs.shape or (found.norm, found.bounds) != (smaller.norm, smaller.bounds):
+                raise ValueError(f"{found.attack} did not attack the same inputs in the same norm at every budget.")
+            found = replace(_with_successes(found, smaller), flags=tuple(dict.fromkeys((*smaller.flags, *found.flags))))
+        points.append(found)
+    return points
+
+
+def ascending(budgets: Sequence[float]) -> list[float]:
+    """Return the budgets sorted, each once. Raise ValueError if there are none, or if one is not a budget."""
+    for budget in budgets:
+        check_budget(budget)
+    if not budgets:
+        raise ValueError("there are no budgets; a curve needs at least one.")
+    return sorted(set(budgets))
 
 
 def per_row(mask: Tensor, like: Tensor) -> Tensor:
@@ -231,26 +264,22 @@ def ranks_of(logits: Tensor, labels: Tensor) -> Tensor:
     return above.sum(1)
 
 
+@dataclass(frozen=True)
 class Threat:
-    """The attacker's budget, norm, bounds and loss, checked; and the loop over batches that all these attacks share.
+    """The attacker's budget, norm, bounds and loss, checked; and the loop over batches that all these attacks share."""
 
-    top     an input is attacked until the right class is not among the `top` largest logits; success always means top 1
-    """
+    budget: float
+    norm: Norm = "linf"
+    bounds: Bounds = (0.0, 1.0)
+    loss: Loss = "cross_entropy"
+    top: int = 1  # an input is attacked until the right class is not among the `top` largest logits; success means top 1
 
-    def __init__(
-        self,
-        budget: float,
-        norm: Norm = "linf",
-        bounds: Bounds = (0.0, 1.0),
-        loss: Loss = "cross_entropy",
-        top: int = 1,
-    ) -> None:
-        check_budget(budget)
-        check_norm(norm)
-        check_count(top, "top")
-        if loss not in LOSSES:
-            raise ValueError(unknown_name("loss", loss, LOSSES))
-        self.budget, self.norm, self.bounds, self.loss, self.top = budget, norm, bounds, loss, top
+    def __post_init__(self) -> None:
+        check_budget(self.budget)
+        check_norm(self.norm)
+        check_count(self.top, "top")
+        if self.loss not in LOSSES:
+            raise ValueError(unknown_name("loss", self.loss, LOSSES))
 
     def run(
         self,
@@ -270,26 +299,25 @@ class Threat:
     ) -> AttackedInputs:
         """Call `attack(search, index of the batch's first input)` on each batch, and return what it found as one result."""
         check_bounds(inputs, self.bounds)
-        labels = checked_labels(inputs, labels)
+        if labels.shape != inputs.shape[:1] or labels.is_floating_point() or labels.dtype == torch.bool:
+            got = f"{labels.dtype} of shape {tuple(labels.shape)}"
+            raise ValueError(f"labels are {got}; expected one class number for each of the {inputs.shape[0]} inputs.")
+        labels = labels.long()
         if batch is not None:
             check_count(batch, "batch")
         flags = warn(*check_model(model, inputs, labels)) if check else ()
         size = batch or max(inputs.shape[0], 1)
-        perturbed, success, already = [inputs[:0].detach()], [labels[:0].bool()], [labels[:0].bool()]
-        ranks = [labels[:0]]
+        searches = []
         for first in range(0, inputs.shape[0], size):
             search = InputSearch(self, model, inputs[first : first + size], labels[first : first + size])
             attack(search, first)
-            perturbed.append(search.best)
-            success.append(search.wrong)
-            already.append(search.already_wrong)
-            ranks.append(search.ranks)
-        adversarial = torch.cat(perturbed)
+            searches.append(search)
+        adversarial = torch.cat([inputs[:0].detach(), *(search.best for search in searches)])
         return AttackedInputs(
             attack=name,
             inputs=adversarial,
-            success=torch.cat(success),
-            already_wrong=torch.cat(already),
+            success=torch.cat([labels[:0].bool(), *(search.wrong for search in searches)]),
+            already_wrong=torch.cat([labels[:0].bool(), *(search.already_wrong for search in searches)]),
             distances=distances(adversarial, inputs, self.norm),
             budget=self.budget,
             norm=self.norm,
@@ -300,13 +328,5 @@ class Threat:
             black_box=black_box,
             options={"loss": self.loss, **({"top": self.top} if self.top > 1 else {}), **(options or {})},
             flags=flags,
-            ranks=torch.cat(ranks),
+            ranks=torch.cat([labels[:0], *(search.ranks for search in searches)]),
         )
-
-
-def checked_labels(inputs: Tensor, labels: Tensor) -> Tensor:
-    """Return the labels as int64. Raise ValueError unless there is one class number for each input."""
-    if labels.shape != inputs.shape[:1] or labels.is_floating_point() or labels.dtype == torch.bool:
-        got = f"{labels.dtype} of shape {tuple(labels.shape)}"
-        raise ValueError(f"labels are {got}; expected one class number for each of the {inputs.shape[0]} inputs.")
-    return labels.long()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from holdfast.attacks.flags import Model
 from holdfast.attacks.inputs import AttackedInputs, InputSearch, Loss, Threat, losses
-from holdfast.attacks.threat import Bounds, Norm, check_budget, check_count, check_seed, direction, draw, generators
+from holdfast.attacks.threat import Bounds, Norm, check_budget, check_count, check_seed, clamp, direction, draw, generators
 
 PAPER_BUDGET = 1 / 255  # of the papers' PGD and FGSM rows: l_inf, pixels in [0,1]
 PAPER_STEPS = 20
@@ -215,7 +215,7 @@ def estimate(
         signs = random_signs((count, *perturbed.shape[1:]), sources, perturbed)
         sides = []
         for side in (1, -1):
-            probes = _within(perturbed.unsqueeze(1) + side * delta * signs, bounds).flatten(0, 1)
+            probes = clamp(perturbed.unsqueeze(1) + side * delta * signs, bounds).flatten(0, 1)
             logits = torch.cat([search.model(part) for part in probes.split(AT_ONCE)])
             sides.append(losses(logits, labels.repeat_interleave(count), kind).to(perturbed.dtype).view(-1, count))
         rise = (sides[0] - sides[1]) / (2 * delta)
@@ -234,7 +234,3 @@ def random_signs(shape: tuple[int, ...], sources: Sequence[torch.Generator], lik
     octets = torch.stack(packed).to(like.device).unsqueeze(-1)
     bits = octets >> torch.arange(8, dtype=torch.uint8, device=like.device) & 1
     return bits.flatten(1)[:, :count].to(like.dtype).mul_(2).sub_(1).view(-1, *shape)
-
-
-def _within(probes: Tensor, bounds: Bounds) -> Tensor:
-    return probes if bounds is None else probes.clamp(*bounds)

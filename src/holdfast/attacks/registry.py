@@ -14,9 +14,8 @@ from torch import Tensor
 from holdfast.attacks.flags import Model
 from holdfast.attacks.inputs import AttackedInputs
 from holdfast.attacks.pixels import fgsm, pgd, spsa
-from holdfast.attacks.text import AttackedText, Spans
+from holdfast.attacks.text import GENERIC, AttackedText, Spans, misspell, swap_words
 from holdfast.attacks.threat import distances
-from holdfast.attacks.words import GENERIC, misspell, swap_words
 from holdfast.errors import unknown_name
 from holdfast.plugins import Registry, check_name, watch
 

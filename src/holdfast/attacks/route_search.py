@@ -40,7 +40,11 @@ class RouteProbe:
         rows = tokens.detach().reshape(-1, tokens.shape[-1])
         with torch.no_grad():
             routings = self._routings(rows)
-        self.ragged = [_is_ragged(routing) and k is None for routing in routings]
+        # The number of experts per token may vary if a slot is unused, or if there is a slot for every expert.
+        self.ragged = [
+            k is None and (bool((~routing.used).any()) or routing.experts.shape[-1] == routing.gates.shape[-1])
+            for routing in routings
+        ]
         self.by_logits = [_by_logits(routing, ragged) for routing, ragged in zip(routings, self.ragged, strict=True)]
         self.clean = [self._layer(index, routing) for index, routing in enumerate(routings)]
 
@@ -63,7 +67,11 @@ class RouteProbe:
     def _routings(self, rows: Tensor) -> list[Routing]:
         returned = self.route(rows.view(self.shape))
         if isinstance(returned, Tensor):
-            returned = self._from_scores(returned)
+            if self.k is None:
+                raise ValueError("the route returns scores; pass k, the number of experts per token.")
+            scores = returned.flatten(0, -2).float()
+            experts, gates = top(scores, self.k), scores.softmax(-1)
+            returned = Routing(scores, gates, experts, gates.gather(-1, experts))
         routings = [returned] if isinstance(returned, Routing) else list(returned)
         for routing in routings:
             if routing.gates.shape[0] != rows.shape[0]:
@@ -73,14 +81,6 @@ class RouteProbe:
             raise ValueError("the route returned no routing: the model has no MoE layer, or none was recorded.")
         return routings
 
-    def _from_scores(self, scores: Tensor) -> Routing:
-        if self.k is None:
-            raise ValueError("the route returns scores; pass k, the number of experts per token.")
-        scores = scores.flatten(0, -2).float()
-        experts = top(scores, self.k)
-        gates = scores.softmax(-1)
-        return Routing(scores, gates, experts, gates.gather(-1, experts))
-
     def _layer(self, index: int, routing: Routing) -> Layer:
         keys = routing.logits if self.by_logits[index] else routing.gates.clamp_min(TINY).log()
         if self.k is None:
@@ -89,11 +89,6 @@ class RouteProbe:
             raise ValueError(f"k is {self.k}, but tokens have at most {routing.experts.shape[-1]} experts.")
         core = Routing(routing.logits, routing.gates, routing.experts[:, : self.k], routing.weights[:, : self.k])
         return Layer(keys, core.chosen)
-
-
-def _is_ragged(routing: Routing) -> bool:
-    """Return whether the number of experts per token may vary: a slot is unused, or there is a slot for every expert."""
-    return bool((~routing.used).any()) or routing.experts.shape[-1] == routing.gates.shape[-1]
 
 
 def _by_logits(routing: Routing, ragged: bool) -> bool:
@@ -269,7 +264,9 @@ def nearest_targets(search: RouteSearch, pairs: int, candidates: int) -> list[Ta
     for a, i in enumerate(inside.unbind(1)):
         for b, j in enumerate(outside.unbind(1)):
             gap = (_key(keys, i) - _key(keys, j)).detach().clamp_min(0).double()
-            slope = _dual_norms(slopes[0][a] - slopes[1][b], search.norm)
+            steepest = slopes[0][a] - slopes[1][b]
+            # The dual norm: the largest change of the difference of keys by a step of norm 1.
+            slope = row_norms(steepest, "l2") if search.norm == "l2" else steepest.double().abs().sum(1)
             valid = (i < keys.shape[-1]) & (j < keys.shape[-1]) & (slope > 0) & gap.isfinite()
             distances_to_boundary.append((gap / slope).where(valid, torch.inf))
     order = torch.stack(distances_to_boundary, 1).argsort(dim=1, stable=True)[:, :pairs]
@@ -294,11 +291,6 @@ def _key(keys: Tensor, index: Tensor) -> Tensor:
     """Return (T,): the key of one expert per token; index E is the threshold 0."""
     padded = torch.cat([keys, keys.new_zeros(keys.shape[0], 1)], dim=1)
     return padded.gather(1, index.unsqueeze(1)).squeeze(1)
-
-
-def _dual_norms(slopes: Tensor, norm: Norm) -> Tensor:
-    """Return (T,) float64: the dual norm of each slope, the largest change of a key by a step of norm 1."""
-    return row_norms(slopes, "l2") if norm == "l2" else slopes.double().abs().sum(1)
 
 
 def gradient(value: Tensor, rows: Tensor) -> Tensor:

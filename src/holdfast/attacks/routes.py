@@ -132,11 +132,15 @@ def attack_routes(
         check_count(count, name)
     for name, count in {"restarts": restarts, "rounds": rounds, "bisections": bisections, "tries": tries}.items():
         check_count(count, name, least=0)
-    call = _callable(route, context)
-    _check_tokens(tokens)
+    if not isinstance(route, Router) and context is not None:
+        raise ValueError("context= works only with a Router; a callable must provide its own context.")
+    if tokens.dim() < 2 or tokens.numel() == 0 or not tokens.is_floating_point() or not tokens.isfinite().all():
+        got = f"{tokens.dtype} of shape {tuple(tokens.shape)}"
+        raise ValueError(f"tokens are {got}; expected finite floating-point numbers, (B, N, d) or (T, d).")
     units = _units(route, tokens, joint)
     real = _real(tokens, token_mask if token_mask is not None or context is None else context.token_mask)
     budgets = _budgets(tokens, budget, norm, relative).where(real, 0.0)
+    call = cast(Route, partial(route, context=context)) if isinstance(route, Router) else route
     probe = RouteProbe(call, tokens, k)
     search = RouteSearch(probe, tokens, budgets, real, norm, units)
     targets = nearest_targets(search, pairs, candidates)
@@ -187,14 +191,6 @@ def _flags(route: object, search: RouteSearch, targets: list[Target], real: Tens
     )
 
 
-def _callable(route: Router | Route, context: Context | None) -> Route:
-    if isinstance(route, Router):
-        return cast(Route, partial(route, context=context))
-    if context is not None:
-        raise ValueError("context= works only with a Router; a callable must provide its own context.")
-    return route
-
-
 def _units(route: Router | Route, tokens: Tensor, joint: bool | None) -> int | None:
     """Return how many groups of tokens are perturbed together; None if each token is perturbed alone."""
     traits = route.traits if isinstance(route, Router) else Traits(sequence_aware=True)
@@ -202,12 +198,6 @@ def _units(route: Router | Route, tokens: Tensor, joint: bool | None) -> int | N
     if not joint:
         return None
     return tokens.shape[0] if tokens.dim() > 2 and traits.batch_invariant else 1
-
-
-def _check_tokens(tokens: Tensor) -> None:
-    if tokens.dim() < 2 or tokens.numel() == 0 or not tokens.is_floating_point() or not tokens.isfinite().all():
-        got = f"{tokens.dtype} of shape {tuple(tokens.shape)}"
-        raise ValueError(f"tokens are {got}; expected finite floating-point numbers, (B, N, d) or (T, d).")
 
 
 def _real(tokens: Tensor, token_mask: Tensor | None) -> Tensor:

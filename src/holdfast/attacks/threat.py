@@ -86,8 +86,8 @@ def project(perturbed: Tensor, centre: Tensor, radius: Tensor, norm: Norm, bound
     perturbed = torch.where(perturbed.isfinite(), perturbed, centre)
     radius = radius.double().view(-1, *[1] * (centre.dim() - 1))
     if norm == "linf":
-        return _clamp(perturbed.clamp(_edge(centre, radius, -1), _edge(centre, radius, 1)), bounds)
-    return _shrunk(_clamp(perturbed, bounds), centre, radius)
+        return clamp(perturbed.clamp(_edge(centre, radius, -1), _edge(centre, radius, 1)), bounds)
+    return _shrunk(clamp(perturbed, bounds), centre, radius)
 
 
 def _edge(centre: Tensor, radius: Tensor, side: int) -> Tensor:
@@ -114,7 +114,7 @@ def _shrunk(perturbed: Tensor, centre: Tensor, radius: Tensor) -> Tensor:
     return torch.where(far > radius, centre, perturbed)
 
 
-def _clamp(inputs: Tensor, bounds: Bounds) -> Tensor:
+def clamp(inputs: Tensor, bounds: Bounds) -> Tensor:
     return inputs if bounds is None else inputs.clamp(*bounds)
 
 

@@ -144,7 +144,7 @@ def certify_vote(vote: MajorityVote, tokens: Tensor, norm: Norm = "l2") -> Certi
     share gates, it bounds the norm of the perturbations of all tokens of a sequence together.
     """
     require_extra("certifying a majority vote", "scipy")
-    from scipy.stats import beta
+    from scipy.special import betaincinv
 
     check_norm(norm)
     real = _real_tokens(vote, tokens)
@@ -158,7 +158,7 @@ def certify_vote(vote: MajorityVote, tokens: Tensor, norm: Norm = "l2") -> Certi
         hits += (pack_sets(routing.chosen) == chosen).all(1)
         experts, keys = routing.gates.shape[-1], keys + routing.chosen
     counts = hits.double().cpu().numpy()
-    lowest = torch.from_numpy(beta.ppf(smoothing.alpha, counts, smoothing.samples - counts + 1)).nan_to_num(0.0)
+    lowest = torch.from_numpy(betaincinv(counts, smoothing.samples - counts + 1, smoothing.alpha)).nan_to_num(0.0)
     radius = smoothing.sigma * torch.special.ndtri(lowest).clamp_min(0) / ABOVE
     if norm == "linf":
         radius = radius / vote.coordinates(tokens) ** 0.5

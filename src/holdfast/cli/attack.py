@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from holdfast.cli.common import Loading, PluginFiles, TestData, check_files, forwards, require_free, show, write_out
+from holdfast.cli.common import Loading, PluginFiles, TestData, forwards, require_free, show, write_out
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Attack:
     plugins: Annotated[PluginFiles, arg(name="")] = field(default_factory=PluginFiles)
 
     def run(self) -> None:
-        from holdfast.train import attack_images, attack_routers, attack_text
+        from holdfast.train import attack_images, attack_routers
         from holdfast.train.training import quiet
         from holdfast.version import versions
 
@@ -78,7 +78,7 @@ class Attack:
         with forwards(model, f"attacking {self.model}", None):
             how: dict[str, Any] = {"steps": self.steps, "seed": self.seed}
             if rate is not None:
-                found = attack_text(model, task, self.kind, rate=rate, seed=self.seed)
+                found = task.attack_words(model, self.kind, rate=rate, seed=self.seed)
             elif self.kind == "routes":
                 found = attack_routers(model, task, budget=budgets[0], tokens=self.examples, **how)
             else:
@@ -87,15 +87,10 @@ class Attack:
         stored = {"model": self.model, "data": task.describe()["data"], "versions": versions(), **found}
         write_out(self.out, stored)
         if self.page is not None:
-            self._write_page(stored)
+            from holdfast.report.attack_page import write_attack_page
 
-    def _write_page(self, stored: dict[str, Any]) -> None:
-        from holdfast.report.attack_page import write_attack_page
-
-        assert self.page is not None
-        check_files()
-        write_attack_page(stored, self.page, force=True)
-        print(f"Page: {self.page}")
+            write_attack_page(stored, self.page, force=True)
+            print(f"Page: {self.page}")
 
     def _rate(self, kinds: list[str]) -> float | None:
         """Return the share of words of an attack on texts; None for other attacks. Raise ValueError if it is missing."""
@@ -151,14 +146,9 @@ def _takes_rate(kinds: list[str]) -> bool:
 
 def print_attack(found: dict[str, Any]) -> None:
     """Print the result of an attack as a table, and its flags."""
-    from rich.markup import escape
-    from rich.table import Table
+    from holdfast.report.tables import Table
 
-    table = Table(title=escape(found["title"]), caption=found.get("caption"))
-    for column in found["columns"]:
-        table.add_column(column)
-    for row in found["rows"]:
-        table.add_row(*(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row))
-    show(table)
+    rows = [[f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row] for row in found["rows"]]
+    show(Table(found["title"], found["columns"], rows, found.get("caption") or ""))
     for flag in found["flags"]:
         print(f"Warning, this result may be wrong: {flag['kind']}: {flag['detail']}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from holdfast.cli.common import Loading, PluginFiles, bar, check_files, plain_text, require_free, show, slim_table
+from holdfast.cli.common import Loading, PluginFiles, bar, plain_text, require_free, show, slim_table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -255,7 +255,6 @@ class Audit:
         if report.what_if is not None:
             print_what_if(report.what_if)
         if target is not None and page is not None:
-            check_files()
             print(f"All numbers: {report.save(target)}")
             print(f"Report: {write_audit(target, page, force=True)}")
         if report.status == "interrupted":

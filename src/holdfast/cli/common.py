@@ -1,11 +1,13 @@
 """What commands share: terminal output, checks of the files they write, and options for loading models and plugins.
 
 Output files are checked before any work. An existing file is overwritten only with --force. A command locks each of its
-files until it ends, so that a second command that would write the same file is refused at once.
+files until it ends, so that a second command of this machine that would write the same file is refused at once. These locks
+are in the folder for temporary files: a lock file is never removed, and nothing is left beside the output.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import sys
@@ -18,15 +20,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+import filelock
 from tyro.conf import UseAppendAction
 
-from holdfast.locking import Lock, locked
-
 if TYPE_CHECKING:
+    import rich.table
     from rich.console import Console
-    from rich.table import Column, Table
     from rich.text import Text
 
+    from holdfast.report.tables import Table
     from holdfast.train import Task
 
 
@@ -90,7 +92,7 @@ def show_messages() -> None:
         logger.addHandler(_ToStderr())
 
 
-def slim_table(title: str, *columns: str, caption: str | None = None) -> Table:
+def slim_table(title: str | Text, *columns: str | Text, caption: str | Text | None = None) -> rich.table.Table:
     """Return a table for many narrow columns: no frame, one space between columns."""
     from rich import box
     from rich.table import Table
@@ -119,8 +121,15 @@ def screen() -> Console:
     return console
 
 
-def show(table: Table) -> None:
+def show(table: Table | rich.table.Table) -> None:
     """Print a table without cutting numbers: on a narrow terminal words are wrapped, then lines exceed its width."""
+    import rich.table
+
+    if not isinstance(table, rich.table.Table):
+        title, caption = (plain_text(text) if text else None for text in (table.title, table.note))
+        rows, table = table.rows, slim_table(title or "", *map(plain_text, table.columns), caption=caption)
+        for row in rows:
+            table.add_row(*map(plain_text, row))
     console = screen()
     for column in table.columns:
         column.overflow = "fold"
@@ -130,13 +139,13 @@ def show(table: Table) -> None:
     console.print(table, crop=False)
 
 
-def _needed(console: Console, column: Column) -> int:
-    """Return the width of a column's longest number; for a column without wrapping, of its longest cell."""
+def _needed(console: Console, column: rich.table.Column) -> int:
+    """Return the width of a column's longest number or word of its heading; without wrapping, of its longest cell."""
     cells = list(column.cells)
     if column.no_wrap:
         return max((console.measure(cell).maximum for cell in cells), default=0)
-    words = (word for cell in cells for word in str(cell).split() if any(map(str.isdigit, word)))
-    return min(max(map(len, words), default=0), LONGEST)
+    numbers = (word for cell in cells for word in str(cell).split() if any(map(str.isdigit, word)))
+    return min(max(map(len, [*numbers, *str(column.header).split()]), default=0), LONGEST)
 
 
 @contextmanager
@@ -157,7 +166,7 @@ def forwards(model: Any, what: str, total: int | None) -> Iterator[None]:
             handle.remove()
 
 
-_stack, _locks = ExitStack(), list[Lock]()  # of the running command; `main` calls `release_files`
+locked_files = ExitStack()  # of the running command; `main` closes it
 
 
 def require_free(path: Path | None, force: bool) -> None:
@@ -167,19 +176,12 @@ def require_free(path: Path | None, force: bool) -> None:
     require_place(path)
     if path.exists() and not force:
         raise ValueError(f"{path} exists; choose another place with --out, or overwrite it with --force.")
-    _locks.append(_stack.enter_context(locked(path.parent, path.name, wait=False)))
-
-
-def check_files() -> None:
-    """Raise an error if another process has taken over the lock of a file; call it before writing."""
-    for lock in _locks:
-        lock.check()
-
-
-def release_files() -> None:
-    """Release the locks of all files of this command."""
-    _locks.clear()
-    _stack.close()
+    user = getattr(os, "getuid", int)()  # another user could not open the lock file
+    name = hashlib.sha256(f"{user} {path.resolve()}".encode()).hexdigest()[:16]
+    try:
+        locked_files.enter_context(filelock.FileLock(Path(tempfile.gettempdir(), f"holdfast-{name}.lock"), timeout=0))
+    except filelock.Timeout:
+        raise ValueError(f"{path} is being written by another process; wait for it, or choose another place.") from None
 
 
 def require_place(path: Path) -> None:
@@ -221,12 +223,29 @@ def router_names(written: str | None) -> list[str]:
     return names
 
 
+def changes(pairs: tuple[str, ...], example: str = "training.steps=50") -> dict[str, Any]:
+    """Return `training.steps=50` and the like as keys and values; values are read as YAML. An error shows the `example`."""
+    import yaml
+
+    found = {}
+    for pair in pairs:
+        key, sign, value = pair.partition("=")
+        if not sign or not key:
+            raise ValueError(f"{pair!r} sets no value; write for example {example}.")
+        try:
+            found[key.strip()] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise ValueError(
+                f"{value!r}, the value of {key}, is not YAML in UTF-8; put a text with brackets into quotes."
+            ) from None
+    return found
+
+
 def write_out(path: Path | None, stored: dict[str, Any]) -> None:
     """Write the numbers of a command to its JSON file, if it has one."""
     from holdfast.train.run_folder import write_json
 
     if path is not None:
-        check_files()
         write_json(path, stored)
         print(f"All numbers: {path}")
 

@@ -87,55 +87,48 @@ class Evaluate:
 
 def print_shifts(title: str, found: dict[str, dict[str, Any]]) -> None:
     """Print the results on shifted test sets, and a table of the error on each corruption at each severity."""
-    from rich.markup import escape
-    from rich.table import Table
+    from holdfast.report.tables import Table
 
-    caption = "error: share of images that are classified wrongly; AUPR: detection of outliers by a low confidence, higher "
-    caption += "is better; mCE: errors relative to AlexNet's, which are 100."
-    table = Table(title=escape(title), caption=caption)
+    note = "error: share of images that are classified wrongly; AUPR: detection of outliers by a low confidence, higher "
+    note += "is better; mCE: errors relative to AlexNet's, which are 100."
     further = {
         "top-5 error, %": "top5",
         "the same images, clean, %": "clean_same",
         "relative mCE, %": "relative_mce",
         "by chance, %": "chance",
     }
-    further = {column: key for column, key in further.items() if any(key in one for one in found.values())}
-    for column in ("test images", "number", "classes", "measure", "figure", *further):
-        table.add_column(column)
-    for name, one in found.items():
-        figure = "none" if one["figure"] is None else f"{one['figure']:.2f}"
-        shown = (f"{one[key]:.2f}" if one.get(key) is not None else "" for key in further.values())
-        table.add_row(escape(name), f"{one['examples']:,}", str(one.get("classes", "")), one["measure"], figure, *shown)
-    show(table)
-    for name, one in found.items():
-        if "errors" in one:
-            severities = sorted({severity for each in one["errors"].values() for severity in each})
-            errors = Table(title=escape(f"{name}: error, %"))
-            for column in ("corruption", *(f"severity {severity}" for severity in severities)):
-                errors.add_column(column)
-            for corruption, each in one["errors"].items():
-                cells = (f"{each[severity]:.2f}" if severity in each else "" for severity in severities)
-                errors.add_row(escape(corruption), *cells)
-            show(errors)
+    rows = [
+        {
+            "test images": name,
+            "number": f"{score['examples']:,}",
+            "classes": score.get("classes", ""),
+            "measure": score["measure"],
+            "figure": _number(score["figure"], 2),
+            **{column: f"{score[key]:.2f}" for column, key in further.items() if score.get(key) is not None},
+        }
+        for name, score in found.items()
+    ]
+    show(Table.of(title, rows, note))
+    for name, score in found.items():
+        if errors := score.get("errors"):
+            severities = sorted({severity for by_severity in errors.values() for severity in by_severity})
+            cells = [
+                [corruption, *(f"{by_severity[one]:.2f}" if one in by_severity else "" for one in severities)]
+                for corruption, by_severity in errors.items()
+            ]
+            show(Table(f"{name}: error, %", ["corruption", *(f"severity {one}" for one in severities)], cells))
         for key in ("undefined", "note"):
-            if key in one:
-                print(f"{name}: {one[key]}")
+            if key in score:
+                print(f"{name}: {score[key]}")
 
 
 def print_scores(title: str, scores: dict[str, dict[str, Any]], task: Any) -> None:
     """Print the scores as a table with a row for the clean data and for each attack."""
-    from rich.markup import escape
-    from rich.table import Table
-
-    from holdfast.metrics.labels import LABEL_METRICS
+    from holdfast.metrics.tasks import LABEL_METRICS
+    from holdfast.report.tables import Table
 
     measure = task.measure
-    table = Table(
-        title=escape(title),
-        caption=f"{measure.long}; attacked: under {measure.attack}. {measure.better.capitalize()} is better.",
-    )
     columns = {
-        "": None,
         measure.name: "figure",
         "clean, same images": "clean",
         "top-5 error, %": "top5",
@@ -145,16 +138,16 @@ def print_scores(title: str, scores: dict[str, dict[str, Any]], task: Any) -> No
         "predictions changed": "predictions_changed",
         "mean change of a prediction": "mean_change",
     }
-    shown = {name: key for name, key in columns.items() if key is None or any(key in score for score in scores.values())}
+    shown = {name: key for name, key in columns.items() if any(key in score for score in scores.values())}
     # Attacks on images give the accuracy too, which their error says already; the clean row has none.
     shown = {name: key for name, key in shown.items() if key not in LABEL_METRICS or key in scores["clean"]}
-    for name in (*shown, *task.recipe.metrics):
-        table.add_column(name)
+    rows = []
     for name, score in scores.items():
-        figures = [score.get(key) for key in shown.values() if key is not None]
+        figures = [score.get(key) for key in shown.values()]
         figures += [score.get("metrics", {}).get(metric) for metric in task.recipe.metrics]
-        table.add_row(name, *("" if figure is None else f"{figure:.4f}" for figure in figures))
-    show(table)
+        rows.append([name, *("" if figure is None else f"{figure:.4f}" for figure in figures)])
+    note = f"{measure.long}; attacked: under {measure.attack}. {measure.better.capitalize()} is better."
+    show(Table(title, ["", *shown, *task.recipe.metrics], rows, note))
 
 
 def print_certainty(found: dict[str, Any], measure: Any) -> None:
@@ -187,29 +180,27 @@ def against_majority(majority: dict[str, Any], measure: Any) -> str:
 
 def print_routing(routing: dict[str, Any] | None) -> None:
     """Print the routing metrics of each layer as a table."""
-    from rich.table import Table
+    from holdfast.report.tables import Table
 
     if routing is None:
         print("The model is dense: it has no routers.")
         return
-    table = Table(title="Routing on the clean data")
-    limited = any("dropped" in layer for layer in routing["layers"])
-    columns = ["layer", "experts per token", "entropy", "load unevenness (CV)", "dead experts", "near-ties (0.01)"]
-    for column in [*columns, *(["dropped"] if limited else [])]:
-        table.add_column(column)
+    rows = []
     for layer in routing["layers"]:
         close = next((strip["share"] for strip in layer["near_ties"]["strips"] if strip["width"] == 0.01), None)
-        table.add_row(
-            str(layer["layer"]),
-            f"{layer['experts_per_token']['mean']:.2f}",
-            _number(layer["entropy"]),
-            _number(layer["load"]["cv"]),
-            str(len(layer["load"]["dead"])),
-            "" if close is None else f"{close:.2%}",
-            *([f"{layer['dropped']['share']:.2%}" if "dropped" in layer else ""] if limited else []),
+        rows.append(
+            {
+                "layer": layer["layer"],
+                "experts per token": f"{layer['experts_per_token']['mean']:.2f}",
+                "entropy": _number(layer["entropy"], 3),
+                "load unevenness (CV)": _number(layer["load"]["cv"], 3),
+                "dead experts": len(layer["load"]["dead"]),
+                "near-ties (0.01)": "" if close is None else f"{close:.2%}",
+                **({"dropped": f"{layer['dropped']['share']:.2%}"} if "dropped" in layer else {}),
+            }
         )
-    show(table)
+    show(Table.of("Routing on the clean data", rows))
 
 
-def _number(value: float | None) -> str:
-    return "none" if value is None else f"{value:.3f}"
+def _number(value: float | None, digits: int) -> str:
+    return "none" if value is None else f"{value:.{digits}f}"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from holdfast.cli.common import Loading, PluginFiles, bar, check_files, plain_text, require_free, show, slim_table
+from holdfast.cli.common import Loading, PluginFiles, bar, plain_text, require_free, show, slim_table
 
 if TYPE_CHECKING:
     from holdfast.auditing import GeometryReport
@@ -76,7 +76,6 @@ class Geometry:
         report = self._measure()
         print_geometry(report)
         if target is not None and page is not None:
-            check_files()
             print(f"All numbers: {report.save(target)}")
             print(f"Report: {write_geometry(target, page, force=True)}")
         if report.status == "interrupted":

@@ -2,13 +2,14 @@
 
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import tyro
 
 from holdfast.cli.attack import Attack
 from holdfast.cli.audit import Audit, ConditionHolds
 from holdfast.cli.certify import Certify
-from holdfast.cli.common import one_line, release_files
+from holdfast.cli.common import locked_files, one_line
 from holdfast.cli.compare import Compare
 from holdfast.cli.evaluate import Evaluate
 from holdfast.cli.geometry import Geometry
@@ -20,22 +21,8 @@ from holdfast.cli.run import Run, program_of
 from holdfast.cli.train import Train
 from holdfast.plugins import PLUGIN_ERRORS, failure_in_plugin
 
-Command = Attack | Audit | Certify | Compare | Evaluate | Geometry | Mismatch | Plan | Report | Routers | Run | Train
-
-COMMANDS: dict[str, Callable[..., Command]] = {
-    "compare": Compare,
-    "train": Train,
-    "evaluate": Evaluate,
-    "attack": Attack,
-    "audit": Audit,
-    "certify": Certify,
-    "geometry": Geometry,
-    "mismatch": Mismatch,
-    "plan": Plan,
-    "report": Report,
-    "routers": Routers,
-    "run": Run,
-}
+KINDS = (Compare, Train, Evaluate, Attack, Audit, Certify, Geometry, Mismatch, Plan, Report, Routers, Run)
+COMMANDS: dict[str, Callable[..., Any]] = {kind.__name__.lower(): kind for kind in KINDS}
 
 
 def main(arguments: list[str]) -> int:
@@ -59,5 +46,5 @@ def main(arguments: list[str]) -> int:
         print(f"holdfast: {one_line(problem if failure is None else failure)}", file=sys.stderr)
         return 2
     finally:
-        release_files()
+        locked_files.close()
     return 0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
-from holdfast.cli.common import Loading, PluginFiles, Tell, bar, check_files, plain_text, require_free, show, slim_table
+from holdfast.cli.common import Loading, PluginFiles, Tell, bar, plain_text, require_free, show, slim_table
 
 if TYPE_CHECKING:
     from holdfast.mismatch import MismatchReport, Rollout
@@ -86,7 +86,6 @@ class Mismatch:
         report = self._measure(rollouts)
         print_mismatch(report)
         if target is not None and page is not None:
-            check_files()
             print(f"All numbers: {report.save(target)}")
             if kept is not None and rollouts:
                 rollouts[0].save(kept)

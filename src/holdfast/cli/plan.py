@@ -7,11 +7,11 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from holdfast.cli.common import PluginFiles, router_names, screen, show
+from holdfast.cli.common import PluginFiles, changes, router_names, screen, show
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -200,7 +200,7 @@ class Plan:
             layers=_layers(self.layers),
             hidden=self.hidden,
             shared=self.shared,
-            sizes=dict(_size(written) for written in self.set),
+            sizes=changes(self.set, "num_hidden_layers=48"),
             workload=Workload(self.sequence, self.batch, self.gpus, self.dtype, self.checkpointing, self.gpu_memory),
         )
         if self.json:
@@ -217,15 +217,3 @@ def _layers(written: str) -> str | list[int]:
     steps = [step.strip() for step in written.split(",")]
     numbers = all(step.removeprefix("-").isdigit() for step in steps)
     return [int(step) for step in steps] if numbers else written
-
-
-def _size(written: str) -> tuple[str, Any]:
-    import yaml
-
-    name, sign, value = written.partition("=")
-    if not sign or not name or not value:
-        raise ValueError(f"{written!r} sets no size; write for example num_hidden_layers=48.")
-    try:
-        return name.strip(), yaml.safe_load(value)
-    except yaml.YAMLError:
-        raise ValueError(f"the value of {written!r} is not YAML; write for example num_hidden_layers=48.") from None

@@ -1,5 +1,6 @@
 """`holdfast report`: render the page of a comparison, an audit, a geometry or a mismatch report again, from its JSON."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,28 +19,29 @@ class Report:
     """
 
     folder: Positional[Path]
-    """The folder where `holdfast compare` wrote its results.json, or a folder or file of an audit, a geometry or a
-    mismatch report."""
+    """A folder to which `holdfast compare`, audit, geometry or mismatch wrote, or the JSON file in it."""
     out: Path | None = None
     """The file to write; by default report.html, audit.html, geometry.html or mismatch.html beside the stored file."""
     force: bool = False
     """Overwrite the file if it exists."""
 
     def run(self) -> None:
-        from holdfast.report import read_results, write_audit, write_geometry, write_mismatch, write_report
+        from holdfast.report import write_audit, write_geometry, write_mismatch, write_report
         from holdfast.report.page_shell import AUDIT, GEOMETRY, MISMATCH
-        from holdfast.report.stored_comparison import NAME
+        from holdfast.train.results import Results
 
-        writers = {AUDIT: write_audit, GEOMETRY: write_geometry, MISMATCH: write_mismatch}
-        stored = self.folder if self.folder.name in writers else None
-        if stored is None and not (self.folder / NAME).exists():
-            stored = next((self.folder / name for name in writers if (self.folder / name).exists()), None)
-        if stored is not None:
-            page = self.out or stored.with_suffix(".html")
-            require_folder(page.parent)
-            print(f"Report: {writers[stored.name](stored, page, force=self.force)}")
-            return
-        out = self.out or self.folder / "report.html"
-        results = read_results(self.folder)
-        require_folder(out.parent)
-        print(f"Report: {write_report(results, out, force=self.force)}")
+        def write_comparison(stored: Path, page: Path, *, force: bool) -> Path:
+            return write_report(Results.load(stored), page, force=force)
+
+        kinds: dict[str, tuple[Callable[..., Path], str]] = {
+            Results.file_name: (write_comparison, "report.html"),
+            AUDIT: (write_audit, "audit.html"),
+            GEOMETRY: (write_geometry, "geometry.html"),
+            MISMATCH: (write_mismatch, "mismatch.html"),
+        }
+        files = [self.folder] if self.folder.name in kinds else [self.folder / name for name in kinds]
+        stored = next((file for file in files if file.exists()), files[0])
+        write, name = kinds[stored.name]
+        page = self.out or stored.with_name(name)
+        require_folder(page.parent)
+        print(f"Report: {write(stored, page, force=self.force)}")

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional, arg
 
-from holdfast.cli.common import PluginFiles, require_folder, show_messages
-from holdfast.cli.compare import changes
+from holdfast.cli.common import PluginFiles, bar, changes, require_folder, show_messages
+from holdfast.locking import take_over
 
 if TYPE_CHECKING:
     from holdfast.train.training import SingleRun
@@ -43,6 +43,8 @@ class Train:
     """Compute in bfloat16; routing is computed in float32."""
     log: Annotated[tuple[str, ...], arg(metavar="{tensorboard,wandb}")] = ()
     """Log here too, besides log.jsonl: tensorboard, wandb."""
+    take_over: bool = False
+    """Write into the folder although a process of another host has left its note there; make sure that it has ended."""
     plugins: Annotated[PluginFiles, arg(name="")] = field(default_factory=PluginFiles)
 
     def run(self) -> None:
@@ -54,6 +56,8 @@ class Train:
         self.plugins.load()
         _check_loggers(self.log)
         require_folder(self.out)
+        if self.take_over and is_first_rank():
+            take_over(self.out)
         wanted = changes(self.set)
         wanted |= {"training.keep": "best"} if self.best else {}
         wanted |= {"training.precision": "bf16"} if self.bf16 else {}
@@ -94,8 +98,6 @@ def _source_option(single: SingleRun, data: Path | None) -> str:
 
 
 def _with_progress(single: SingleRun, log: tuple[str, ...]) -> None:
-    from holdfast.cli.common import bar
-
     steps = single.task.steps
     with bar(steps) as tell:
 

@@ -1,10 +1,5 @@
 """Texts and images for training and testing, and tokenisers. The embedded defaults need no download."""
 
-from holdfast.data.blocks import Batch as Batch
-from holdfast.data.blocks import Blocks as Blocks
-from holdfast.data.blocks import ExampleOrder as ExampleOrder
-from holdfast.data.blocks import Order as Order
-from holdfast.data.cifar import load_cifar10 as load_cifar10
 from holdfast.data.datasets import DATASETS as DATASETS
 from holdfast.data.datasets import register_dataset as register_dataset
 from holdfast.data.documents import Corpus as Corpus
@@ -12,15 +7,20 @@ from holdfast.data.documents import Document as Document
 from holdfast.data.documents import words as words
 from holdfast.data.domains import DomainSet as DomainSet
 from holdfast.data.domains import domain_set as domain_set
-from holdfast.data.images import ImageSet as ImageSet
-from holdfast.data.images import image_set as image_set
-from holdfast.data.images import image_sets as image_sets
-from holdfast.data.label_sources import text_set as text_set
-from holdfast.data.label_sources import text_sets as text_sets
-from holdfast.data.labelled_images import Images as Images
-from holdfast.data.labelled_images import PixelScaling as PixelScaling
+from holdfast.data.draws import ExampleOrder as ExampleOrder
+from holdfast.data.draws import Order as Order
+from holdfast.data.encoded_texts import Batch as Batch
+from holdfast.data.encoded_texts import Blocks as Blocks
+from holdfast.data.images import Images as Images
+from holdfast.data.images import PixelScaling as PixelScaling
+from holdfast.data.labelled_images import ImageSet as ImageSet
+from holdfast.data.labelled_images import image_set as image_set
+from holdfast.data.labelled_images import image_sets as image_sets
+from holdfast.data.labelled_images import load_cifar10 as load_cifar10
 from holdfast.data.labelled_texts import LabelledText as LabelledText
 from holdfast.data.labelled_texts import TextSet as TextSet
+from holdfast.data.labelled_texts import text_set as text_set
+from holdfast.data.labelled_texts import text_sets as text_sets
 from holdfast.data.text_sources import corpora as corpora
 from holdfast.data.text_sources import corpus as corpus
 from holdfast.data.text_sources import python_docs as python_docs

@@ -1,13 +1,12 @@
 """The registry of datasets: what a recipe's `data.source` and `--source` may name. Paths need no registration."""
 
-import inspect
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, final
 
 from holdfast.errors import unknown_name
-from holdfast.plugins import Registry, check_name, watch
+from holdfast.plugins import Registry, check_name, takes, watch
 
 # The tasks that a dataset can be for, as in recipes, and what it is then called in messages.
 TASKS = {"text": "a text", "labels": "a set of labelled texts", "images": "a set of images"}
@@ -58,20 +57,12 @@ def register_dataset(name: str, *, task: str, about: str) -> Callable[[Function]
     """
 
     def add(load: Function) -> Function:
-        if not _takes_one(load):
+        if not takes(load, 1):
             raise ValueError(f"dataset {name!r}: its function must take one argument, the folder of --data or None.")
         DATASETS.add(Dataset(name, about, task, load))
         return load
 
     return add
-
-
-def _takes_one(function: Callable[..., Any]) -> bool:
-    try:
-        inspect.signature(function).bind(None)
-    except TypeError:
-        return False
-    return True
 
 
 def datasets_for(task: str) -> dict[str, str]:
@@ -98,7 +89,5 @@ def require_splits(name: str, splits: Any, expected: Collection[str], kind: str)
         if not isinstance(held, Iterable):
             raise ValueError(f"dataset {name!r}, {split} is {type(held).__name__}; expected {kind}.")
     if not isinstance(splits, dict) or set(splits) != set(expected):
-        found = (
-            f"the splits {', '.join(map(str, splits)) or 'none'}" if isinstance(splits, dict) else f"{type(splits).__name__}"
-        )
+        found = f"the splits {', '.join(map(str, splits)) or 'none'}" if isinstance(splits, dict) else type(splits).__name__
         raise ValueError(f"dataset {name!r} returned {found}; expected {', '.join(expected)}, each with {kind}.")

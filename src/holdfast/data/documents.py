@@ -1,20 +1,20 @@
 """Documents: text sources in three splits, how a document is split into words, and which split a document belongs to.
 
-Two conventions split a text into words, `words` and `lines` (WikiText's). The words of a text are counted by its convention,
-whatever tokeniser a model has, so that perplexities per word can be compared.
+Two conventions split a text into words, `words` and `lines` (WikiText's).
 
 The split of a document depends on the hash of its title, or on its position in a text; never on a random seed.
 """
 
+import hashlib
 import io
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, final
 
-from holdfast.data.files import checksum, title_hash
+from holdfast.data.files import checksum
 from holdfast.errors import unknown_name
 
 SPLITS = ("train", "valid", "test")
@@ -68,7 +68,7 @@ class LazyDocuments:
 class Corpus:
     """A text source with the splits train, valid and test, each of which can be iterated over several times.
 
-    A streamed source has no end: it has no checksum until `head` takes its first documents.
+    A streamed source has no end, and so no checksum.
     """
 
     name: str
@@ -82,16 +82,6 @@ class Corpus:
             raise ValueError(unknown_name("split", split, self.splits))
         return self.splits[split]
 
-    def head(self, documents: int) -> "Corpus":
-        """Return a corpus of the first documents of each split, read now."""
-        if documents < 1:
-            raise ValueError(f"documents is {documents}; take at least 1.")
-        return replace(
-            self,
-            splits={name: tuple(itertools.islice(split, documents)) for name, split in self.splits.items()},
-            streamed=False,
-        )
-
     @cached_property
     def checksum(self) -> str | None:
         """The checksum of the split names, the titles and the texts, in order."""
@@ -104,26 +94,6 @@ class Corpus:
             for part in (name.encode(), document.title.encode("utf-8", "surrogatepass"), document.data)
         )
 
-    def count_words(self, split: str) -> int:
-        """Return the divisor of a perplexity per word, exp(total nll / words), whatever the tokeniser.
-
-        Ends of lines or documents are words too, by the convention of this text.
-        """
-        self._require_end()
-        splitter = WORD_SPLITTERS[self.tokenizer if self.tokenizer in WORD_SPLITTERS else "words"]
-        return sum(splitter.count(document.lines()) for document in self.documents(split))
-
-    def count_bytes(self, split: str) -> int:
-        """Return the divisor of a number of bits per byte."""
-        self._require_end()
-        return sum(len(document.data) for document in self.documents(split))
-
-    def _require_end(self) -> None:
-        if self.streamed:
-            raise ValueError(
-                f"{self.name} is a stream without an end; take its first documents with head() before counting."
-            )
-
     def describe(self) -> dict[str, Any]:
         """Return what a result records of its text."""
         return {"name": self.name, "about": self.about, "checksum": self.checksum}
@@ -134,7 +104,6 @@ class Corpus:
 class WordSplitter:
     """A convention that splits a text into words. No word spans two lines, so a text may be split line by line."""
 
-    name: str
     about: str
     line: Callable[[str], list[str]]  # the words of a line
     spans_of_line: Callable[[str], list[Span]]  # the characters of each of these words
@@ -161,11 +130,6 @@ class WordSplitter:
         """Return the words that follow the last line of a document."""
         return () if self.end_of_line else (END,)
 
-    def count(self, lines: Iterable[str]) -> int:
-        """Return the number of words of a document with its ends: the tokens that a word-level model predicts."""
-        per_line = int(self.end_of_line)
-        return sum(len(self.line(line)) + per_line for line in lines) + len(self.ends())
-
 
 def words(text: str) -> list[str]:
     """Return words and punctuation marks, in lower case."""
@@ -182,29 +146,20 @@ def _word_spans(text: str) -> list[Span]:
     return [(origin[start], origin[end - 1] + 1) for start, end in spans]
 
 
-def _spans_between_spaces(text: str) -> list[Span]:
-    return [match.span() for match in re.finditer(r"\S+", text)]
-
-
 WORD_SPLITTERS = {
-    splitter.name: splitter
-    for splitter in (
-        WordSplitter(
-            "words",
-            "words and punctuation marks in lower case, <eos> after a document",
-            words,
-            _word_spans,
-            end_of_line=False,
-        ),
-        WordSplitter(
-            "lines",
-            "what is between spaces, <eos> after every line: WikiText's convention",
-            str.split,
-            _spans_between_spaces,
-            end_of_line=True,
-        ),
-    )
+    "words": WordSplitter("words and punctuation marks in lower case, <eos> after a document", words, _word_spans, False),
+    "lines": WordSplitter(
+        "what is between spaces, <eos> after every line: WikiText's convention",
+        str.split,
+        lambda text: [match.span() for match in re.finditer(r"\S+", text)],
+        True,
+    ),
 }
+
+
+def title_hash(title: str) -> bytes:
+    """Return a hash that decides the split of a document, independent of the seed of Python's `hash`."""
+    return hashlib.sha256(title.encode("utf-8", "surrogatepass")).digest()
 
 
 def split_by_title(sizes: Mapping[str, int]) -> dict[str, str]:
@@ -226,18 +181,14 @@ def split_by_title(sizes: Mapping[str, int]) -> dict[str, str]:
 def split_by_position(data: bytes) -> tuple[bytes, bytes, bytes] | None:
     """Return four fifths, a tenth and a tenth, each ending after a paragraph or else a line; None if a part is empty."""
     places = [round((1 - 2 * HELD_OUT) * len(data)), round((1 - HELD_OUT) * len(data)), len(data)]
-    first, second = (_next_end(data, place, limit) for place, limit in itertools.pairwise(places))
-    if first is None or second is None:
-        return None
-    parts = data[:first], data[first:second], data[second:]
+    ends = []
+    for place, limit in itertools.pairwise(places):
+        end = _PARAGRAPH_END.search(data, place, limit) or _LINE_END.search(data, place, limit)
+        if end is None:
+            return None
+        ends.append(end.end())
+    parts = data[: ends[0]], data[ends[0] : ends[1]], data[ends[1] :]
     return parts if all(part.strip() for part in parts) else None
-
-
-def _next_end(data: bytes, place: int, limit: int) -> int | None:
-    for pattern in (_PARAGRAPH_END, _LINE_END):
-        if found := pattern.search(data, place, limit):
-            return found.end()
-    return None
 
 
 def hold_out(keys: Sequence[str], share: float = HELD_OUT) -> tuple[list[int], list[int]]:

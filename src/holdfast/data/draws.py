@@ -1,31 +1,32 @@
-"""Random numbers that follow from a key alone: SplitMix64, written out so that no library release changes them.
+"""Random numbers, and orders of training examples, that follow from a key alone.
 
-Augmented images depend only on the seed and on the place of an example in the sequence of all training examples. So every
-router of a comparison, a resumed run and each of several ranks see the same images.
+They are those of SplitMix64, written out so that no library release changes them. Augmented images depend only on the seed
+and on the place of an example in the sequence of all training examples, and the examples of a training step only on the seed
+and the step. So every router of a comparison, a resumed run and each of several ranks see the same images and batches.
 """
 
+import hashlib
 import math
-from collections.abc import Iterable, Sequence
-from typing import TypeVar, final
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar, final
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 _MASK = 2**64 - 1
 _STEP = 0x9E3779B97F4A7C15
 _Item = TypeVar("_Item")
 
 
-def _mixed(z: int) -> int:
+def _output(state: Any) -> Any:
+    """Return the output of SplitMix64 for a state: a whole number, or an array of uint64."""
+    z = (state + _STEP) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
     return z ^ (z >> 31)
-
-
-def _mixed_array(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
 
 
 @final
@@ -33,15 +34,16 @@ class Draws:
     """A sequence of random numbers for a key of whole numbers, such as (seed, place)."""
 
     def __init__(self, *key: int) -> None:
-        self._state = 0
+        self._state: int = 0
         for number in key:
-            self._state = _mixed((self._state + _STEP) & _MASK) ^ (number & _MASK)
-        self._state = _mixed((self._state + _STEP) & _MASK)
+            self._state = _output(self._state) ^ (number & _MASK)
+        self._state = _output(self._state)
 
     def bits(self) -> int:
         """Return 64 random bits."""
+        bits: int = _output(self._state)
         self._state = (self._state + _STEP) & _MASK
-        return _mixed(self._state)
+        return bits
 
     def uniform(self, low: float = 0.0, high: float = 1.0) -> float:
         """Return a number between `low` and `high`."""
@@ -73,8 +75,9 @@ class Draws:
     def byte_array(self, *shape: int) -> npt.NDArray[np.uint8]:
         """Return an array of random bytes."""
         count = math.prod(shape)
-        steps = np.arange(1, -(-count // 8) + 1, dtype=np.uint64) * np.uint64(_STEP) + np.uint64(self.bits())
-        return _mixed_array(steps).astype("<u8").view(np.uint8)[:count].reshape(shape)
+        states = np.arange(-(-count // 8), dtype=np.uint64) * np.uint64(_STEP) + np.uint64(self.bits())
+        found: npt.NDArray[np.uint8] = _output(states).astype("<u8").view(np.uint8)[:count].reshape(shape)
+        return found
 
 
 @final
@@ -83,12 +86,13 @@ class ManyDraws:
 
     def __init__(self, *key: int, last: Iterable[int]) -> None:
         ends = np.fromiter((number & _MASK for number in last), dtype=np.uint64)
-        self._state = _mixed_array((ends ^ np.uint64(Draws(*key)._state)) + np.uint64(_STEP))
+        self._state: npt.NDArray[np.uint64] = _output(ends ^ np.uint64(Draws(*key)._state))
 
     def bits(self) -> npt.NDArray[np.uint64]:
         """Return 64 random bits of each."""
+        bits: npt.NDArray[np.uint64] = _output(self._state)
         self._state = self._state + np.uint64(_STEP)
-        return _mixed_array(self._state)
+        return bits
 
     def uniform(self) -> npt.NDArray[np.float64]:
         """Return a number between 0 and 1 of each."""
@@ -99,3 +103,81 @@ class ManyDraws:
         bits, factor, half = self.bits(), np.uint64(count), np.uint64(32)
         low = (bits & np.uint64(2**32 - 1)) * factor  # in two halves: the product has up to 96 bits
         return (((bits >> half) * factor + (low >> half)) >> half).astype(np.int64)
+
+
+def shuffled(count: int, *, seed: int, epoch: int) -> Tensor:
+    """Return 0 to count-1, sorted by pseudo-random keys."""
+    start = _output(_output(seed & _MASK) ^ (epoch & _MASK))
+    keys = _output(np.arange(count, dtype=np.uint64) + np.uint64(start))
+    return torch.from_numpy(np.argsort(keys, kind="stable"))
+
+
+class ExampleOrder(ABC):
+    """The examples in the batch of every step (abstract)."""
+
+    count: int  # all examples
+    size: int  # of a batch
+
+    def numbers(self, step: int) -> Tensor:
+        """Return (size,) int64: the examples of a step."""
+        if step < 0:
+            raise ValueError(f"there is no step {step}; the first is 0.")
+        return self.at(range(step * self.size, (step + 1) * self.size))
+
+    @abstractmethod
+    def at(self, places: Iterable[int]) -> Tensor:
+        """Return the examples at these places of the endless sequence; the first example of the first step has place 0."""
+
+
+@final
+class Order(ExampleOrder):
+    """The examples, out of `count`, in the batch of every step. Each epoch has every example once.
+
+    A batch may begin in one epoch and end in the next, so that all batches have the same size.
+    """
+
+    def __init__(self, count: int, size: int, seed: int) -> None:
+        if count < 1 or size < 1:
+            raise ValueError(f"batches of {size} from {count} examples are empty; both numbers must be at least 1.")
+        self.count, self.size, self.seed = count, size, seed
+        self._epochs: dict[int, Tensor] = {}
+
+    def at(self, places: Iterable[int]) -> Tensor:
+        place = torch.tensor(list(places), dtype=torch.int64)
+        epoch = place // self.count
+        found = torch.empty_like(place)
+        for number in epoch.unique().tolist():
+            if number not in self._epochs:  # the order of the last epoch that was asked for is kept
+                self._epochs = {number: shuffled(self.count, seed=self.seed, epoch=number)}
+            there = epoch == number
+            found[there] = self._epochs[number][place[there] % self.count]
+        return found
+
+
+@final
+class DomainOrder(ExampleOrder):
+    """The examples in the batch of every step, as `Order`, with as many of each domain.
+
+    The training images are those of all domains, one domain after the other. Place p of the endless sequence is an image of
+    domain p mod D; each domain has an order of its own, which has every image of it once per epoch of this domain.
+    """
+
+    def __init__(self, counts: Mapping[str, int], size: int, seed: int) -> None:
+        if size % len(counts):
+            raise ValueError(f"a batch of {size} images does not have as many of each of {len(counts)} domains.")
+        self.count, self.size = sum(counts.values()), size
+        self.orders = [Order(count, size // len(counts), domain_seed("order", name, seed)) for name, count in counts.items()]
+        self.starts = [sum(list(counts.values())[:place]) for place in range(len(counts))]
+
+    def at(self, places: Iterable[int]) -> Tensor:
+        place = torch.tensor(list(places), dtype=torch.int64)
+        found = torch.empty_like(place)
+        for domain, (order, start) in enumerate(zip(self.orders, self.starts, strict=True)):
+            there = place % len(self.orders) == domain
+            found[there] = start + order.at((place[there] // len(self.orders)).tolist())
+        return found
+
+
+def domain_seed(what: str, domain: str, seed: int) -> int:
+    """Return a seed for one domain: the split of a domain does not depend on which domain is held out."""
+    return int.from_bytes(hashlib.sha256(f"{what} {seed} {domain}".encode()).digest()[:6], "big")

@@ -1,12 +1,16 @@
-"""Texts and pairs of texts as a classifier reads them: token ids, cut to a length, padded on the right in batches.
+"""Texts as models read them: blocks of one long sequence of tokens, or single texts and pairs of texts.
 
-A tokeniser of Hugging Face encodes a text or a pair with its own special tokens and token types. The other tokenisers have
-none: the two texts of a pair are separated by the end token of a vocabulary, or by a newline between bytes.
+A language model reads blocks (`Blocks`), in which every token is predicted exactly once.
 
-Too long pairs lose tokens of the longer text first, as in transformers (`longest_first`).
+T = tokens of the sequence, B = blocks of a batch, L = tokens of a block.
+
+A classifier reads texts and pairs (`PairEncoder`): token ids, cut to a length, padded on the right in batches. Tokenisers of
+Hugging Face encode a text or a pair with their special tokens and token types. The other tokenisers have none: the two texts
+of a pair are separated by the end token of a vocabulary, or by a newline between bytes. Too long pairs lose tokens of the
+longer text first, as in transformers (`longest_first`).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -17,7 +21,77 @@ from torch import Tensor
 from holdfast.data.documents import Document
 from holdfast.data.tokenizers import HubTokenizer, Tokenizer, Vocabulary, failures
 
+IGNORED = -100  # the label that cross entropy skips
 NEWLINE = 10  # the byte
+
+
+@final
+@dataclass(frozen=True)
+class Batch:
+    """The inputs of a model and its target at each place: the next token, already shifted."""
+
+    inputs: Tensor  # (B,L) int64
+    targets: Tensor  # (B,L) int64
+    mask: Tensor  # (B,L) bool, False for padding
+
+    @property
+    def labels(self) -> Tensor:
+        """The targets for cross entropy, `shift_labels` in Hugging Face (where `labels` are not yet shifted)."""
+        return self.targets.masked_fill(~self.mask, IGNORED)
+
+
+@final
+class Blocks:
+    """Blocks that do not overlap. Block i reads tokens iL to iL+L-1 and predicts the token after each of them.
+
+    So every token but the first of the sequence is predicted once; with `first`, a token that is read before the sequence,
+    the first one is predicted too. The last block is padded.
+    """
+
+    def __init__(self, tokens: Tensor, length: int, *, first: int | None = None, pad: int = 0) -> None:
+        if tokens.dim() != 1 or tokens.is_floating_point():
+            raise ValueError(
+                f"tokens must be one sequence of whole numbers, (T,), not {tuple(tokens.shape)} {tokens.dtype}."
+            )
+        if length < 1:
+            raise ValueError(f"a block of {length} tokens is empty; it needs at least 1.")
+        if first is not None:
+            tokens = tokens if 0 <= first <= torch.iinfo(tokens.dtype).max else tokens.long()
+            tokens = torch.cat([tokens.new_tensor([first]), tokens])
+        if len(tokens) < 2:
+            raise ValueError(f"a sequence of {len(tokens)} tokens has nothing to predict; it needs at least 2.")
+        self.tokens, self.length, self.pad = tokens, length, pad
+
+    @property
+    def scored(self) -> int:
+        """The number of tokens that are predicted: the sum of all masks."""
+        return len(self.tokens) - 1
+
+    @property
+    def whole(self) -> int:
+        """The number of blocks without padding; they come first."""
+        return self.scored // self.length
+
+    def __len__(self) -> int:
+        return -(-self.scored // self.length)
+
+    def batch(self, numbers: Iterable[int] | Tensor) -> Batch:
+        """Return the blocks of these numbers as a batch."""
+        chosen = numbers if isinstance(numbers, Tensor) else torch.tensor(list(numbers), dtype=torch.int64)
+        if not len(chosen) or int(chosen.min()) < 0 or int(chosen.max()) >= len(self):
+            raise ValueError(f"blocks {chosen.tolist()} are not all among the {len(self)} blocks, 0 to {len(self) - 1}.")
+        place = chosen[:, None] * self.length + torch.arange(self.length + 1)
+        mask = place[:, 1:] <= self.scored
+        found = self.tokens[place.clamp_max(self.scored)].long()
+        inputs, targets = (part.masked_fill(~mask, self.pad) for part in (found[:, :-1], found[:, 1:]))
+        return Batch(inputs, targets, mask)
+
+    def batches(self, size: int) -> Iterator[Batch]:
+        """Yield all blocks in order, for an evaluation; the last batch may be smaller."""
+        if size < 1:
+            raise ValueError(f"a batch of {size} blocks is empty; it needs at least 1.")
+        for start in range(0, len(self), size):
+            yield self.batch(range(start, min(start + size, len(self))))
 
 
 @final
@@ -70,34 +144,26 @@ class PairEncoder:
 
     def encode(self, texts: Sequence[str], pairs: Sequence[str] | None = None) -> EncodedTexts:
         """Return the tokens of all texts, or of all pairs."""
+        types: list[list[int]] | None = None
         if isinstance(self.tokens, HubTokenizer):
-            rows, types = self._encode_with_hub(self.tokens, texts, pairs)
+            with failures(f"the tokeniser of {self.tokens.name} failed on a text"):
+                encoded = self.tokens.tokenizer(
+                    list(texts),
+                    None if pairs is None else list(pairs),
+                    truncation=True,
+                    max_length=self.length,
+                    return_token_type_ids=self.types,
+                    verbose=False,
+                )
+            rows: list[list[int]] = encoded["input_ids"]
+            if not all(rows):
+                raise ValueError(f"the tokeniser of {self.tokens.name} makes no tokens from {texts[rows.index([])]!r}.")
+            types = encoded["token_type_ids"] if self.types else None
         else:
-            pieces = [self.tokens.ids(text) for text in texts]
-            seconds: Sequence[list[int] | None] = [None] * len(texts)
-            if pairs is not None:
-                seconds = [self.tokens.ids(pair) for pair in pairs]
-            rows = [self._joined(*both) for both in zip(pieces, seconds, strict=True)]
-            types = None
+            seconds = [None] * len(texts) if pairs is None else [self.tokens.ids(pair) for pair in pairs]
+            rows = [self._joined(self.tokens.ids(text), second) for text, second in zip(texts, seconds, strict=True)]
         ends = torch.from_numpy(np.cumsum([len(row) for row in rows], dtype=np.int64))
         return EncodedTexts(_flat(rows, torch.int32), None if types is None else _flat(types, torch.uint8), ends, self.pad)
-
-    def _encode_with_hub(
-        self, tokenizer: HubTokenizer, texts: Sequence[str], pairs: Sequence[str] | None
-    ) -> tuple[list[list[int]], list[list[int]] | None]:
-        with failures(f"the tokeniser of {tokenizer.name} failed on a text"):
-            found = tokenizer.tokenizer(
-                list(texts),
-                None if pairs is None else list(pairs),
-                truncation=True,
-                max_length=self.length,
-                return_token_type_ids=self.types,
-                verbose=False,
-            )
-        rows: list[list[int]] = found["input_ids"]
-        if not all(rows):
-            raise ValueError(f"the tokeniser of {tokenizer.name} makes no tokens from {texts[rows.index([])]!r}.")
-        return rows, found["token_type_ids"] if self.types else None
 
     def _joined(self, first: list[int], second: list[int] | None, length: int | None = None) -> list[int]:
         """Return the tokens of a text, or of a pair with a separator, cut to the length."""

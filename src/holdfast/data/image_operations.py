@@ -70,26 +70,18 @@ def rotate(images: Tensor, degrees: Tensor) -> Tensor:
     return affine(images, torch.stack([cos, sin, x - cos * x - sin * y, -sin, cos, y + sin * x - cos * y], 1))
 
 
-def shear_x(images: Tensor, factor: Tensor) -> Tensor:
-    one, zero = torch.ones_like(factor), torch.zeros_like(factor)
-    return affine(images, torch.stack([one, factor, zero, zero, one, zero], 1))
+def _affine_entry(place: int, side: int | None = None) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return an operation that puts the strength into one place of the map that changes nothing.
 
+    side   the side of the images that the strength is a share of; None: it is the entry itself
+    """
 
-def shear_y(images: Tensor, factor: Tensor) -> Tensor:
-    one, zero = torch.ones_like(factor), torch.zeros_like(factor)
-    return affine(images, torch.stack([one, zero, zero, factor, one, zero], 1))
+    def apply(images: Tensor, strength: Tensor) -> Tensor:
+        matrices = torch.tensor([1, 0, 0, 0, 1, 0], dtype=torch.float64).repeat(len(strength), 1)
+        matrices[:, place] = strength if side is None else strength * images.shape[side]
+        return affine(images, matrices)
 
-
-def translate_x(images: Tensor, share: Tensor) -> Tensor:
-    """Move images to the left by a share of their width."""
-    one, zero = torch.ones_like(share), torch.zeros_like(share)
-    return affine(images, torch.stack([one, zero, share * images.shape[-1], zero, one, zero], 1))
-
-
-def translate_y(images: Tensor, share: Tensor) -> Tensor:
-    """Move images up by a share of their height."""
-    one, zero = torch.ones_like(share), torch.zeros_like(share)
-    return affine(images, torch.stack([one, zero, zero, zero, one, share * images.shape[-2]], 1))
+    return apply
 
 
 def look_up(images: Tensor, tables: Tensor) -> Tensor:
@@ -212,8 +204,8 @@ OPERATIONS: dict[str, Operation] = {
     "contrast": _factor(contrast),
     "brightness": _factor(brightness),
     "sharpness": _factor(sharpness),
-    "shear_x": Operation(shear_x, _share_of(0.3), signed=True),
-    "shear_y": Operation(shear_y, _share_of(0.3), signed=True),
-    "translate_x": Operation(translate_x, _share_of(0.45), signed=True),
-    "translate_y": Operation(translate_y, _share_of(0.45), signed=True),
+    "shear_x": Operation(_affine_entry(1), _share_of(0.3), signed=True),
+    "shear_y": Operation(_affine_entry(3), _share_of(0.3), signed=True),
+    "translate_x": Operation(_affine_entry(2, -1), _share_of(0.45), signed=True),
+    "translate_y": Operation(_affine_entry(5, -2), _share_of(0.45), signed=True),
 }

@@ -1,268 +1,282 @@
-"""Labelled images in three splits, by name or path.
-
-digits          of scikit-learn, embedded there
-cifar10         image files or the authors' binary files (`cifar`)
-fashion-mnist   IDX files of the MNIST family: a magic number, the sizes, the bytes
-a folder        one folder per class, split by file, or train/CLASS, val/CLASS and test/CLASS; decoded when needed
-"""
+"""Images with labels as pixels: from an array, or from files that are decoded when needed."""
 
 import math
 import os
-import struct
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import IO, TYPE_CHECKING, Any, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.data.datasets import DATASETS, Dataset, datasets_for, find_dataset, require_splits
-from holdfast.data.documents import SPLITS, hold_out, split_by_title
-from holdfast.data.files import checksum, find_file, names_and_sizes, open_unpacked, require_utf8_name, source_folders
-from holdfast.data.labelled_images import ArrayImages, FileImages, Images, require_decoder
-from holdfast.errors import require_extra, unknown_name
+from holdfast.data.files import require_utf8_name
+from holdfast.errors import require_extra
+from holdfast.files import MIB
 
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+# The formats that are decoded, whatever the name of a file. Formats for which Pillow starts other programs are excluded.
+FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "TIFF", "WEBP")
 ENDINGS = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp"}
-SIZE = 224  # pixels per side, as usual for ImageNet
-LAYOUT = "put the images of each class into a folder of their own, or into train/CLASS and val/CLASS"
-VALID, TEST = ("val", "valid", "validation"), ("test",)
-ABOUT = {
-    "digits": "1,797 handwritten digits of 8x8 pixels, from scikit-learn; embedded there",
-    "fashion-mnist": "70,000 pieces of clothing of 28x28 pixels, from Zalando's IDX files",
-}
-DEBIAN = Path("/usr/share/datasets/fashion-mnist")  # where Debian's package dataset-fashion-mnist puts it
-CLOTHES = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
-_UNSIGNED_BYTES = 0x08  # the type code of IDX files, the only one in use
+ORIENTATION = 0x0112  # a tag of EXIF data, from 1, upright, to 8
+TURNS = ("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90")
+UPRIGHT = dict(enumerate(TURNS, 2))  # from an orientation to what turns the image upright, a method of Pillow
+LARGEST_ON_DEVICE = 4096 * MIB  # bytes of all images of a split, to be kept on a GPU
+LARGEST_IN_MEMORY = 2048 * MIB  # bytes of all images of a set, to be kept after they were decoded
+
+Box = tuple[int, int, int, int]  # left, top, width, height, in pixels
+ChooseBox = Callable[[int, int, int], Box]  # from the place in the batch, the width and the height of an image
 
 
 @final
 @dataclass(frozen=True)
-class ImageSet:
-    """A source of images to classify."""
+class PixelScaling:
+    """How a model reads pixels between 0 and 1: (pixel - mean) / std, for each channel or with one number for all."""
 
-    name: str
-    about: str
-    classes: tuple[str, ...]
-    splits: Mapping[str, Images]
-    checksum: str
+    mean: tuple[float, ...] = (0.5,)  # to [-1, 1], the input range of vision models in transformers
+    std: tuple[float, ...] = (0.5,)
 
-    def images(self, split: str) -> Images:
-        if split not in self.splits:
-            raise ValueError(unknown_name("split", split, self.splits))
-        return self.splits[split]
+    @classmethod
+    def from_lists(cls, mean: Any, std: Any) -> "PixelScaling":
+        """Return the scaling of untrusted lists; raise ValueError if they are not numbers, one of each for a channel."""
+        for values in (mean, std):
+            if not isinstance(values, list | tuple) or not values or not all(type(x) in (int, float) for x in values):
+                raise ValueError(f"pixels are scaled by a list of numbers, one for each channel, not by {values!r}.")
+        if len(mean) != len(std) or not all(0 < x < math.inf for x in std) or not all(map(math.isfinite, mean)):
+            raise ValueError(f"pixels cannot be scaled by the mean {mean} and the standard deviation {std}.")
+        return cls(tuple(map(float, mean)), tuple(map(float, std)))
 
-    def describe(self) -> dict[str, Any]:
-        """Return what a result records of its images."""
-        return {"name": self.name, "about": self.about, "checksum": self.checksum}
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """Return (B,C,H,W) pixels as the model reads them."""
+        if len(self.mean) not in (1, pixels.shape[1]):
+            raise ValueError(f"images have {pixels.shape[1]} channels, and are scaled as images with {len(self.mean)}.")
+        if len(self.mean) == 1:
+            return (pixels - self.mean[0]) / self.std[0]
+        mean, std = (pixels.new_tensor(values).view(-1, 1, 1) for values in (self.mean, self.std))
+        return (pixels - mean) / std
 
 
-def image_sets() -> dict[str, str]:
-    """Return the names of the image sources, each with one line of help."""
-    return datasets_for("images")
+class Images(ABC):
+    """Images of one shape (channels, height, width), with labels (N,) int64 (abstract)."""
+
+    labels: Tensor
+    shape: tuple[int, int, int]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @abstractmethod
+    def pixels(self, numbers: Iterable[int] | Tensor) -> Tensor:
+        """Return the images of these numbers: (B,C,H,W) float32 between 0 and 1."""
+
+    def labels_of(self, numbers: Tensor) -> Tensor:
+        """Return the labels of these numbers, on the device of `pixels`."""
+        return self.labels[numbers]
+
+    def on(self, device: torch.device) -> "Images":
+        """Return images whose `pixels` and `labels` are on the device, if all of them fit there; otherwise these."""
+        return self
+
+    def sides(self, numbers: Iterable[int]) -> list[int] | None:
+        """Return the shorter side of these images on disk; None for images that are not scaled from files."""
+        return None
+
+    def crops(self, numbers: Iterable[int] | Tensor, choose: ChooseBox) -> Tensor:
+        """Return (B,C,H,W) uint8: the box of each image that `choose` returns, scaled to the size of the images."""
+        found = as_bytes(self.pixels(numbers))
+        _, height, width = self.shape
+        for place, image in enumerate(found):
+            left, top, across, down = choose(place, width, height)
+            part = image[None, :, top : top + down, left : left + across].float()
+            scaled = torch.nn.functional.interpolate(part, (height, width), mode="bilinear", antialias=True)
+            found[place] = scaled[0].round().clamp(0, 255).to(torch.uint8)
+        return found
 
 
-def image_set(name: str | Path, *, folder: str | Path | None = None, size: int | None = None) -> ImageSet:
-    """Return the image source of this name, or the images of the folder at this path, scaled to `size` pixels per side.
+@final
+class ArrayImages(Images):
+    """Images in memory as small integers, where `top` is white."""
 
-    Named sources that are not embedded are searched for in `folder`. They are not scaled: `size` must be theirs if it is
-    given. The default size of the images of a folder is 224.
+    def __init__(self, values: Tensor, labels: Tensor, top: int = 255) -> None:
+        assert values.dim() == 4 and values.dtype == torch.uint8 and len(values) == len(labels)
+        self.values, self.labels, self.top = values, labels, top
+        self.shape = (values.shape[1], values.shape[2], values.shape[3])
+
+    def pixels(self, numbers: Iterable[int] | Tensor) -> Tensor:
+        return self.values[self.index(numbers)].float() / self.top
+
+    def labels_of(self, numbers: Tensor) -> Tensor:
+        return self.labels[self.index(numbers)]
+
+    def index(self, numbers: Iterable[int] | Tensor) -> Tensor:
+        """Return the numbers where the images are; to a GPU they are copied without waiting for it."""
+        index = as_index(numbers)
+        return index.pin_memory().to(self.values.device, non_blocking=True) if self.values.is_cuda else index
+
+    def on(self, device: torch.device) -> "ArrayImages":
+        if self.values.device == device or self.values.nbytes > LARGEST_ON_DEVICE:
+            return self
+        return ArrayImages(self.values.to(device), self.labels.to(device), self.top)
+
+    def only(self, numbers: Iterable[int]) -> "ArrayImages":
+        chosen = as_index(numbers)
+        return ArrayImages(self.values[chosen], self.labels[chosen], self.top)
+
+
+Prepare = Callable[["Image"], "np.typing.NDArray[np.uint8]"]  # from an image of any size to (size,size,3)
+Decoded = dict[Path, Tensor]  # (3,size,size) uint8 of each file
+
+
+def memory_for(count: int, size: int) -> Decoded | None:
+    """Return where a set of `count` images keeps them after they were decoded; None if they are too many."""
+    return {} if count * 3 * size**2 <= LARGEST_IN_MEMORY else None
+
+
+@final
+class FileImages(Images):
+    """Images on disk, in colour: the shorter side is scaled to `size`, and the central square is used.
+
+    prepare     resizes and crops images in another way
+    decoded     where images are kept after they were decoded (`memory_for`); several splits may share it. None: each file is
+                decoded whenever it is needed
     """
-    path = Path(name)
-    found = (
-        find_dataset(name, "images", installed=not path.is_dir()) if isinstance(name, str) and os.sep not in name else None
-    )
-    if found:
-        loaded = _as_image_set(found, found.load(None if folder is None else Path(folder)))
-        own = max(loaded.images("train").shape[1:])
-        if size not in (None, own):
-            raise ValueError(
-                f"{name} has images of {own} pixels per side and is not scaled; set data.size to {own}, not {size}."
-            )
-        return loaded
-    if path.is_dir():
-        return folder_set(path, size)
-    if isinstance(name, Path) or os.sep in name or path.exists():
-        raise ValueError(f"{path} is not a folder; {LAYOUT}.")
-    raise ValueError(f"there is no folder {name}; {DATASETS.unknown(name, image_sets())}")
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        labels: Sequence[int],
+        size: int,
+        prepare: Prepare | None = None,
+        decoded: Decoded | None = None,
+    ) -> None:
+        self.paths, self.labels = list(paths), torch.tensor(labels, dtype=torch.int64)
+        self.shape, self.prepare, self.decoded = (3, size, size), prepare, decoded
+
+    def pixels(self, numbers: Iterable[int] | Tensor) -> Tensor:
+        return self._bytes(as_index(numbers).tolist()).float() / 255
+
+    def on(self, device: torch.device) -> Images:
+        if self.decoded is None or device.type == "cpu":
+            return self
+        return ArrayImages(self._bytes(range(len(self))), self.labels).on(device)
+
+    def _bytes(self, numbers: Sequence[int]) -> Tensor:
+        """Return (B,3,size,size) uint8."""
+        images = [self.read(self.paths[number]) for number in numbers]
+        return torch.stack(images) if images else torch.empty(0, *self.shape).byte()
+
+    def read(self, path: Path) -> Tensor:
+        """Return (3,size,size) uint8: the image in a file."""
+        if self.decoded is not None and path in self.decoded:
+            return self.decoded[path]
+        pixels = torch.from_numpy(decode(path, self.shape[1], self.prepare)).permute(2, 0, 1).contiguous()
+        if self.decoded is not None:
+            self.decoded[path] = pixels
+        return pixels
+
+    def crops(self, numbers: Iterable[int] | Tensor, choose: ChooseBox) -> Tensor:
+        """Return boxes of the whole images on disk, which may be larger than what `pixels` returns."""
+        size, found = self.shape[1], []
+        for place, number in enumerate(as_index(numbers).tolist()):
+            image = read_image(self.paths[number], str(self.paths[number]))
+            left, top, across, down = choose(place, *image.size)
+            box = (left, top, left + across, top + down)
+            found.append(np.array(image.resize((size, size), _pillow().Resampling.BILINEAR, box=box), dtype=np.uint8))
+        return torch.from_numpy(np.stack(found)).permute(0, 3, 1, 2).contiguous()
+
+    def sides(self, numbers: Iterable[int]) -> list[int]:
+        """Return the shorter side of these images on disk; only their headers are read."""
+        return [min(read_image(self.paths[number], str(self.paths[number]), decode=False).size) for number in numbers]
 
 
-def _as_image_set(dataset: Dataset, loaded: Any) -> ImageSet:
-    """Return what the function of a dataset has loaded as a set of images."""
-    if isinstance(loaded, ImageSet):
-        return loaded
-    require_splits(dataset.name, loaded, SPLITS, "(pixels, labels)")
-    splits = {split: _as_images(f"dataset {dataset.name!r}, {split}", loaded[split]) for split in SPLITS}
-    if len(shapes := {images.shape for images in splits.values()}) > 1:
-        raise ValueError(f"dataset {dataset.name!r} has images of different shapes: {', '.join(map(str, sorted(shapes)))}.")
-    classes = 1 + int(splits["train"].labels.max())
-    for split, images in splits.items():
-        if int(images.labels.max()) >= classes:
-            raise ValueError(f"dataset {dataset.name!r}, {split} has a class that is not in the training images.")
-    if classes < 2:
-        raise ValueError(f"dataset {dataset.name!r} has one class only; classification needs two.")
-    return ImageSet(dataset.name, dataset.about, tuple(map(str, range(classes))), splits, array_checksum(splits))
+def as_bytes(pixels: Tensor) -> Tensor:
+    """Return pixels between 0 and 1 as whole numbers from 0 to 255, uint8."""
+    return (255 * pixels).round().clamp(0, 255).to(torch.uint8)
 
 
-def _as_images(what: str, pair: Any) -> ArrayImages:
-    """Return the pixels and labels of a split; pixels between 0 and 1 are stored as bytes, the precision of image files."""
+def read_image(file: Path | IO[bytes], name: str, *, decode: bool = True) -> "Image":
+    """Return an image in colour and upright; without `decode`, only its header is read. `name` is the file's in errors."""
+    pillow = _pillow()
     try:
-        pixels, labels = (torch.as_tensor(each) for each in pair)
-    except (TypeError, ValueError, RuntimeError) as problem:
-        raise ValueError(f"{what} is not a pair of pixels and labels ({' '.join(str(problem).split())}).") from None
-    if pixels.dim() != 4 or labels.shape != pixels.shape[:1] or not len(labels):
-        shapes = f"{tuple(pixels.shape)} and {tuple(labels.shape)}"
-        raise ValueError(f"{what} has pixels and labels of shape {shapes}; expected (N,C,H,W) and (N,), with N above 0.")
-    if labels.is_floating_point() or labels.dtype == torch.bool or int(labels.min()) < 0:
-        raise ValueError(f"{what} has labels that are not class numbers from 0.")
-    if pixels.is_floating_point():
-        if not bool(pixels.isfinite().all()) or float(pixels.min()) < 0 or float(pixels.max()) > 1:
-            raise ValueError(f"{what} has pixels that are not between 0 and 1; give bytes, or divide by the value of white.")
-        pixels = (255 * pixels.double()).round().to(torch.uint8)
-    elif pixels.dtype != torch.uint8:
-        raise ValueError(f"{what} has pixels of type {pixels.dtype}; give bytes (uint8), or numbers between 0 and 1.")
-    return ArrayImages(pixels.contiguous(), labels.long())
+        with pillow.open(file, formats=FORMATS) as opened:
+            image: Image = _upright(_as_bytes_per_channel(opened).convert("RGB"), opened) if decode else opened
+    except FileNotFoundError as error:
+        raise ValueError(f"{name} does not exist.") from error
+    except (OSError, SyntaxError, ValueError, pillow.DecompressionBombError) as error:  # what Pillow's decoders raise
+        raise ValueError(f"{name} is not an image that can be read: {error}.") from error
+    return image
 
 
-def _digits(_: Path | None) -> ImageSet:
-    require_extra("the image source digits", "sklearn")
-    from sklearn.datasets import load_digits  # type: ignore[import-untyped]
+def _as_bytes_per_channel(image: "Image") -> "Image":
+    """Return an image whose channels are bytes. Pillow clips larger numbers at 255, so they are scaled by their range here.
 
-    found = load_digits()
-    values = torch.from_numpy(np.asarray(found.images, dtype=np.uint8))[:, None]
-    images = ArrayImages(values, torch.from_numpy(np.asarray(found.target, dtype=np.int64)), top=16)
-    rest, test = hold_out([str(number) for number in range(len(images))])
-    kept, valid = hold_out([str(number) for number in rest], share=len(test) / len(rest))
-    numbers = {"train": [rest[i] for i in kept], "valid": [rest[i] for i in valid], "test": test}
-    splits = {split: images.only(chosen) for split, chosen in numbers.items()}
-    return ImageSet("digits", ABOUT["digits"], tuple(map(str, range(10))), splits, array_checksum(splits))
-
-
-def _fashion(folder: Path | None) -> ImageSet:
-    looked = [DEBIAN] if folder is None else source_folders(folder, ("fashion-mnist", "fashion_mnist"))
-    for place in looked:
-        if find_file(place, _idx_names("train", "images", 3)):
-            full, test = _idx_pair(place, "train"), _idx_pair(place, "t10k")
-            break
-    else:
-        raise ValueError(
-            f"fashion-mnist is not in {folder or DEBIAN}: install Debian's package dataset-fashion-mnist, or put its four "
-            "files (train-images-idx3-ubyte.gz and so on) into a folder fashion-mnist and name the folder around it."
-        )
-    kept, valid = hold_out([str(number) for number in range(len(full))])
-    splits = {"train": full.only(kept), "valid": full.only(valid), "test": test}
-    return ImageSet("fashion-mnist", ABOUT["fashion-mnist"], CLOTHES, splits, array_checksum(splits))
-
-
-def _idx_pair(folder: Path, part: str) -> ArrayImages:
-    images, labels = (_read_first(folder, _idx_names(part, *which), which[1]) for which in (("images", 3), ("labels", 1)))
-    if len(images) != len(labels) or int(labels.max()) >= len(CLOTHES):
-        raise ValueError(f"{folder}: the labels of {part} are not labels of its {len(images):,} images.")
-    return ArrayImages(images[:, None], labels.long())
-
-
-def _idx_names(part: str, what: str, dimensions: int) -> list[str]:
-    return [f"{part}-{what}{joint}idx{dimensions}-ubyte" for joint in "-."]
-
-
-def _read_first(folder: Path, names: list[str], dimensions: int) -> Tensor:
-    path = find_file(folder, names)
-    if path is None:
-        raise ValueError(f"{folder} has no {names[0]} (plain, .gz or .xz) next to its other files.")
-    return read_idx(path, dimensions)
-
-
-def read_idx(path: Path, dimensions: int) -> Tensor:
-    """Return a uint8 tensor with `dimensions` dimensions; unpack no more than the header announces."""
-    with open_unpacked(path) as file:
-        header = file.read(4 + 4 * dimensions)
-        if len(header) < 4 + 4 * dimensions or header[:4] != bytes((0, 0, _UNSIGNED_BYTES, dimensions)):
-            raise ValueError(f"{path} is not an IDX file of bytes with {dimensions} dimensions.")
-        sizes = struct.unpack(f">{dimensions}I", header[4:])
-        wanted = math.prod(sizes)
-        if wanted > 2**32:
-            raise ValueError(f"{path} announces {wanted:,} bytes of images; that is too many for an IDX file.")
-        data = file.read(wanted + 1)
-    if len(data) != wanted:
-        more = "more" if len(data) > wanted else f"{len(data):,}"
-        raise ValueError(f"{path} announces {wanted:,} bytes and has {more}.")
-    return torch.from_numpy(np.frombuffer(data, dtype=np.uint8).reshape(sizes).copy())
-
-
-def array_checksum(splits: dict[str, ArrayImages]) -> str:
-    return checksum(
-        part
-        for name, images in splits.items()
-        for part in (name.encode(), images.values.numpy().tobytes(), images.labels.numpy().tobytes())
-    )
-
-
-def folder_set(folder: Path, size: int | None = None) -> ImageSet:
-    """Return the images of `folder/CLASS/`, split by file, or of `train/CLASS/`, `val/CLASS/` and `test/CLASS/` in it.
-
-    If there is no test folder, as in ImageNet, val is the test split and a tenth of train is held out for validation. The
-    checksum is of names and sizes: reading a million images for it would take hours.
+    16-bit integers are divided by 257; real numbers must be between 0 and 1. The range of other integers is not known.
     """
-    require_decoder()  # raise now if it is missing, not in the middle of training
-    size = SIZE if size is None else size
-    if size < 1:
-        raise ValueError(f"size is {size}; images have at least 1 pixel per side.")
-    inner = {path.name: path for path in sorted(folder.iterdir()) if path.is_dir()}
-    files = _split_folders(folder, inner) if "train" in inner else _split_by_file(folder, inner)
-    classes = sorted({require_utf8_name(path.parent).name for path in files["train"]})
-    if len(classes) < 2:
-        raise ValueError(
-            f"{folder} has images of one class only, {classes[0]}; classification needs two, each in a folder of its own."
-        )
-    numbers = {name: number for number, name in enumerate(classes)}
-    splits: dict[str, Images] = {}
-    for split, paths in files.items():
-        if new := next((path for path in paths if _class(path) not in numbers), None):
-            raise ValueError(f"{new.parent} has images of a class that is not in the training images.")
-        splits[split] = FileImages(paths, [numbers[_class(path)] for path in paths], size)
-    parts = (part for split, paths in files.items() for part in (split.encode(), *names_and_sizes(paths, folder)))
-    name = require_utf8_name(folder.resolve()).name
-    about = f"{sum(map(len, files.values())):,} images of {len(classes)} classes in {name}, {size} pixels per side"
-    return ImageSet(name, about, tuple(classes), splits, checksum(parts))
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):  # 0 to 65535
+        values = np.asarray(image, dtype=np.float64) / 257
+    elif image.mode == "F":
+        values = 255 * np.asarray(image, dtype=np.float64)
+        if not 0 <= values.min() <= values.max() <= 255:  # also false for NaN
+            low, high = values.min() / 255, values.max() / 255
+            raise ValueError(f"its pixels are real numbers from {low:g} to {high:g}, not from 0 to 1")
+    elif image.mode == "I":
+        raise ValueError("its pixels are integers of unknown range; save it with 8 or 16 bits per channel")
+    else:
+        return image
+    return _pillow().fromarray(values.round().astype(np.uint8))  # type: ignore[no-any-return]
 
 
-def _split_folders(folder: Path, inner: dict[str, Path]) -> dict[str, list[Path]]:
-    train = _image_files(inner["train"])
-    valid, test = (next((inner[name] for name in names if name in inner), None) for names in (VALID, TEST))
-    if valid is None and test is None:
-        raise ValueError(f"{folder} has a folder train but no folder val or test next to it.")
-    if valid is not None and test is not None:
-        return {"train": train, "valid": _image_files(valid), "test": _image_files(test)}
-    kept, held = hold_out([path.relative_to(folder).as_posix() for path in train])
-    tested = test if test is not None else valid
-    assert tested is not None
-    return {"train": [train[i] for i in kept], "valid": [train[i] for i in held], "test": _image_files(tested)}
+def _upright(image: "Image", opened: "Image") -> "Image":
+    """Return the image as the EXIF orientation of its file says; damaged EXIF data have none."""
+    try:
+        turn = UPRIGHT.get(opened.getexif().get(ORIENTATION))
+    except Exception:  # Pillow does not document what damaged EXIF data raise
+        turn = None
+    return image if turn is None else image.transpose(_pillow().Transpose[turn])
 
 
-def _split_by_file(folder: Path, inner: dict[str, Path]) -> dict[str, list[Path]]:
-    if not inner:
-        raise ValueError(f"{folder} has no folders; {LAYOUT}.")
-    paths = {path.relative_to(folder).as_posix(): path for path in _image_files(folder)}
-    if len(paths) < 3:
-        raise ValueError(f"{folder} has {len(paths)} images; splitting them needs at least 3.")
-    split_of = split_by_title(dict.fromkeys(paths, 1))
-    return {
-        split: [path for title, path in paths.items() if split_of[title] == split] for split in ("train", "valid", "test")
-    }
+def decode(path: Path, size: int, prepare: Prepare | None = None) -> "np.typing.NDArray[np.uint8]":
+    """Return the scaled and cropped image, (size,size,3)."""
+    image = read_image(path, str(path))
+    if prepare is not None:
+        return prepare(image)
+    if image.size == (size, size):
+        return np.array(image, dtype=np.uint8)
+    scale = size / min(image.size)
+    width, height = (max(size, round(side * scale)) for side in image.size)
+    left, top = (width - size) // 2, (height - size) // 2
+    scaled = image.resize((width, height), _pillow().Resampling.BILINEAR)
+    return np.array(scaled.crop((left, top, left + size, top + size)), dtype=np.uint8)
 
 
-def _image_files(folder: Path) -> list[Path]:
-    """Return the images in the class folders of a folder, sorted."""
-    found = sorted(path for path in folder.glob("*/*") if path.suffix.lower() in ENDINGS and path.is_file())
-    if not found:
-        raise ValueError(f"{folder} has no images in folders of their class ({', '.join(sorted(ENDINGS))}).")
-    return found
+def _pillow() -> Any:
+    require_extra("decoding images", "PIL")
+    from PIL import Image
+
+    return Image
 
 
-def _class(path: Path) -> str:
-    return path.parent.name
+def as_index(numbers: Iterable[int] | Tensor) -> Tensor:
+    return numbers if isinstance(numbers, Tensor) else torch.tensor(list(numbers), dtype=torch.int64)
 
 
-DATASETS.add(Dataset("digits", ABOUT["digits"], "images", _digits))
-DATASETS.add(Dataset("fashion-mnist", ABOUT["fashion-mnist"], "images", _fashion))
+def folders_in(folder: Path) -> list[Path]:
+    """Return the folders in a folder, sorted, without hidden ones. Reports show their names, so these must be UTF-8."""
+    with os.scandir(folder) as entries:
+        names = sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir())
+    return [require_utf8_name(folder / name) for name in names]
+
+
+def images_in(folder: Path) -> list[Path]:
+    """Return the image files in a folder, sorted, without hidden ones; pipes and devices are no files."""
+    with os.scandir(folder) as entries:
+        names = [
+            entry.name
+            for entry in entries
+            if not entry.name.startswith(".") and os.path.splitext(entry.name)[1].lower() in ENDINGS and entry.is_file()
+        ]
+    return [folder / name for name in sorted(names)]

@@ -1,11 +1,11 @@
-"""Texts and pairs of texts with labels, to classify or to score: the record of a set, and how the user's files are read.
+"""Texts and pairs of texts with labels, to classify or to score: the user's files, and known sets.
 
 A text set (`TextSet`) has the splits train, valid and test. It is read from (`text_set`):
 
     one table       .csv, .tsv or .jsonl, split by row
     a folder        a file for each split: train, valid (or validation, dev, val) and test, as .csv, .tsv or .jsonl
-    a folder        that `datasets` wrote with save_to_disk or to_parquet (`saved_datasets`)
-    a name          of a known set, whose files are in a folder (`label_sources`)
+    a folder        that `datasets` wrote with save_to_disk or to_parquet
+    a name          of a known set, whose files are in a folder
 
 All tables may be compressed (.gz or .xz). Which columns have the texts and the labels is named, or found by usual names.
 
@@ -14,23 +14,49 @@ tenth of train is held out as test and another as valid. Which rows are held out
 
 Labels are classes. They are numbers to predict (regression) if that is asked for, or if all labels are numbers and one of
 them is not whole.
+
+The known sets:
+
+    sst2, sst5      the Stanford Sentiment Treebank, "label sentence" in the files stsa.binary.* and stsa.fine.*
+    banking77       PolyAI's CSV
+    cola, sst2, mrpc, qqp, stsb, mnli, qnli, rte, wnli      GLUE's own TSV files
+    python-topics   embedded: which topic of Python's language reference a paragraph is from
+
+GLUE does not publish the labels of its test files. Here, as in the papers, its dev split is the test split, and a tenth of
+train is held out as valid. MNLI is tested on its matched dev file, and on the mismatched one as a further test split. QQP's
+train file has a few broken rows, which are skipped, as in GLUE's own code.
 """
 
 import math
+import os
+import platform
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
-from holdfast.data.datasets import Dataset, require_splits
+from holdfast.data.datasets import DATASETS, Dataset, datasets_for, find_dataset, require_splits
 from holdfast.data.documents import SPLITS, hold_out
-from holdfast.data.files import checksum, find_file, unpacked_name
-from holdfast.data.text_files import JSON_LINES, LABEL_COLUMNS, SEPARATED, csv_rows, is_table, json_objects
+from holdfast.data.files import (
+    JSON_LINES,
+    SEPARATED,
+    Table,
+    checksum,
+    find_file,
+    find_splits,
+    is_table,
+    read_table,
+    read_text,
+    saved_tables,
+    source_folders,
+    unpacked_name,
+)
+from holdfast.data.text_sources import LABEL_COLUMNS, python_topics, without_repeated_paragraphs
 from holdfast.errors import unknown_name
 
-SPLIT_NAMES = {"train": ("train",), "valid": ("valid", "validation", "dev", "val"), "test": ("test",)}
 # If no column is named, the first of these that the table has is read, with its partner if it has that too.
 TEXT_COLUMNS = {
     "text": None,
@@ -133,82 +159,41 @@ class Row(NamedTuple):
 
 @final
 @dataclass(frozen=True)
-class Table:
-    """A table before columns are chosen: where it is from, its columns, and its rows with the numbers of their lines."""
+class LabelledRows:
+    """The rows of a set by split, before its labels have numbers, and how the set is scored; None: decided by the labels."""
 
-    place: str
-    columns: Sequence[str]
-    rows: Iterable[tuple[int, Mapping[str, Any]]]
-
-
-def read_table(path: Path, header: Sequence[str] | None = None) -> Table:
-    """Return the table in a .csv, .tsv or .jsonl file; `header` has the names of its columns if the file does not."""
-    name = unpacked_name(path).lower()
-    if name.endswith(SEPARATED):
-        with closing(csv_rows(path, header)) as rows:
-            columns = next(rows)[1]
-            repeated = next((column for column in columns if column and columns.count(column) > 1), None)
-            if repeated is not None:
-                raise ValueError(f"{path} has {columns.count(repeated)} columns called {repeated}; rename all but one.")
-            return Table(str(path), columns, [(line, dict(zip(columns, row, strict=True))) for line, row in rows])
-    if name.endswith(JSON_LINES):
-        objects = list(json_objects(path))
-        return Table(str(path), list(dict.fromkeys(key for _, found in objects for key in found)), objects)
-    raise ValueError(f"{path} is not a table; labelled texts are read from .csv, .tsv and .jsonl files.")
+    splits: Mapping[str, list[Row]]
+    about: str
+    metric: str | None = None
+    regression: bool | None = None
 
 
 def read_rows(table: Table, columns: Columns, *, labelled: bool = True) -> list[Row]:
     """Return the rows of a table. Without `labelled`, a table without a column of labels has rows without labels."""
-    text, pair = _text_columns(table, columns)
-    label = _label_column(table, columns)
-    if label is None and labelled:
-        raise ValueError(
-            f"{table.place} has the columns {', '.join(table.columns)}, none of them {_either(LABEL_COLUMNS)}; name the "
-            "column of labels in data.label."
-        )
-    found = []
-    for line, row in table.rows:
-        texts = [_text(table, line, row, column) for column in (text, pair) if column is not None]
-        given = None if label is None else _label(row.get(label), f"{table.place}, line {line}")
-        found.append(Row(line, texts[0], texts[1] if pair is not None else None, given))
-    if not found:
-        raise ValueError(f"{table.place} has a header but no rows.")
-    return found
-
-
-def _text_columns(table: Table, columns: Columns) -> tuple[str, str | None]:
+    text, pair = table.column(columns.text, (), "data.text"), table.column(columns.pair, (), "data.pair")
+    if text is None:
+        known = {name.lower() for name in table.columns}
+        usual = [text for text, pair in TEXT_COLUMNS.items() if text in known and (pair is None or pair in known)]
+        text = table.column(None, usual[:1])
+        pair = table.column(None, [pair for name in usual[:1] if (pair := TEXT_COLUMNS[name])])
+    label = table.column(columns.label, LABEL_COLUMNS, "data.label")
     has = f"{table.place} has the columns {', '.join(table.columns)}"
-    for field, name in (("data.text", columns.text), ("data.pair", columns.pair)):
-        if name is not None and name not in table.columns:
-            raise ValueError(f"{has}, and none is called {name}, as {field} says.")
-    if columns.text is not None:
-        return columns.text, columns.pair
-    lowercase = {name.lower(): name for name in reversed(table.columns)}
-    for text, pair in TEXT_COLUMNS.items():
-        if text in lowercase and (pair is None or pair in lowercase):
-            return lowercase[text], None if pair is None else lowercase[pair]
-    raise ValueError(f"{has}; name the column of texts in data.text (and that of the second texts in data.pair).")
-
-
-def _label_column(table: Table, columns: Columns) -> str | None:
-    if columns.label is not None:
-        if columns.label not in table.columns:
-            listed = ", ".join(table.columns)
-            raise ValueError(
-                f"{table.place} has the columns {listed}, and none is called {columns.label}, as data.label says."
-            )
-        return columns.label
-    lowercase = {name.lower(): name for name in reversed(table.columns)}
-    return next((lowercase[name] for name in LABEL_COLUMNS if name in lowercase), None)
-
-
-def _text(table: Table, line: int, row: Mapping[str, Any], column: str) -> str:
-    found = row.get(column)
-    if not isinstance(found, str):
-        raise ValueError(f"{table.place}, line {line}: {column} is missing or not a text.")
-    if not found.strip():
-        raise ValueError(f"{table.place}, line {line}: {column} is empty; every row needs its texts.")
-    return found.strip()
+    if text is None:
+        raise ValueError(f"{has}; name the column of texts in data.text (and that of the second texts in data.pair).")
+    if label is None and labelled:
+        listed = f"{', '.join(LABEL_COLUMNS[:-1])} or {LABEL_COLUMNS[-1]}"
+        raise ValueError(f"{has}, none of them {listed}; name the column of labels in data.label.")
+    rows = []
+    for line, row in table.rows:
+        texts = [table.text(line, row, column).strip() for column in (text, pair) if column is not None]
+        if "" in texts:
+            empty = (text, pair)[texts.index("")]
+            raise ValueError(f"{table.place}, line {line}: {empty} is empty; every row needs its texts.")
+        given = None if label is None else _label(row.get(label), f"{table.place}, line {line}")
+        rows.append(Row(line, texts[0], texts[1] if pair is not None else None, given))
+    if not rows:
+        raise ValueError(f"{table.place} has a header but no rows.")
+    return rows
 
 
 def _label(value: Any, where: str) -> str | None:
@@ -221,43 +206,25 @@ def _label(value: Any, where: str) -> str | None:
     return written or None
 
 
-def find_splits(folder: Path) -> dict[str, Path]:
-    """Return the table of each split in a folder."""
-    endings = (*SEPARATED, *JSON_LINES)
-    found = {
-        split: find_file(folder, [name + end for name in names for end in endings]) for split, names in SPLIT_NAMES.items()
-    }
-    return {split: path for split, path in found.items() if path is not None}
-
-
 def labelled_splits(rows: Mapping[str, list[Row]]) -> dict[str, list[Row]]:
     """Return the splits that have labels, test first; a split in which no row has one is left out."""
-    found = {split: rows[split] for split in ("test", "valid", "train", *rows) if split in rows}
-    return {split: own for split, own in found.items() if any(row.label not in (None, HIDDEN) for row in own)}
+    ordered = {split: rows[split] for split in ("test", "valid", "train", *rows) if split in rows}
+    return {split: each for split, each in ordered.items() if any(row.label not in (None, HIDDEN) for row in each)}
 
 
 def make_set(
-    name: str,
-    about: str,
-    rows: Mapping[str, list[Row]],
-    *,
-    place: str,
-    metric: str | None = None,
-    regression: bool | None = None,
-    classes: Sequence[str] | None = None,
+    name: str, rows: LabelledRows, *, place: str, regression: bool | None = None, classes: Sequence[str] | None = None
 ) -> TextSet:
     """Return the set of some rows, with splits held out where they are missing; raise ValueError for wrong labels.
 
-    regression      whether labels are numbers to predict; None: decided by the labels
+    regression      whether labels are numbers to predict; None: as the rows say, or decided by the labels
     classes         of a trained model, in the order of its outputs, that all labels must be of; none of them for regression
     """
-    splits = labelled_splits(rows)
-    for split, own in splits.items():
-        missing = next((row.line for row in own if row.label is None), None)
-        if missing is not None:
-            raise ValueError(f"{place}: row {missing} of {split} has no label, but others have one.")
-        long = next((row for row in own if len(row.label or "") > LONGEST_LABEL), None)
-        if long is not None:
+    splits = labelled_splits(rows.splits)
+    for split, each in splits.items():
+        if missing := next((row for row in each if row.label is None), None):
+            raise ValueError(f"{place}: row {missing.line} of {split} has no label, but others have one.")
+        if long := next((row for row in each if len(row.label or "") > LONGEST_LABEL), None):
             raise ValueError(
                 f"{place}: row {long.line} of {split} has a label of {len(long.label or ''):,} letters, more than "
                 f"{LONGEST_LABEL}: name the column of labels in data.label."
@@ -265,45 +232,32 @@ def make_set(
     if not splits:
         raise ValueError(f"{place}: no row has a label.")
     if "train" in splits:
-        splits = {**_with_held_out(splits, place), **{split: own for split, own in splits.items() if split not in SPLITS}}
+        splits = {**_with_held_out(splits, place), **{split: splits[split] for split in splits if split not in SPLITS}}
     elif classes is None:
         raise ValueError(f"{place} has no labelled texts to train on.")
+    regression = rows.regression if regression is None else regression
     if classes is not None and regression is not None and regression != (not classes):
         kind = "numbers to predict" if regression else "classes"
         outputs = f"{len(classes)} classes" if classes else "one number as its output"
         raise ValueError(f"the labels of {place} are {kind}, and the model has {outputs}.")
+    labels = {row.label or "" for each in splits.values() for row in each}
     if regression is None:
-        numbers = [row.label or "" for own in splits.values() for row in own]
-        regression = not classes if classes is not None else _are_fractions(numbers)
-    number_of: Callable[[str], float]
-    found: tuple[str, ...] = ()
-    if regression:
-        number_of = float
-    else:
-        found = _classes(row.label or "" for row in splits["train"]) if classes is None else tuple(classes)
-        if len(found) < 2:
-            raise ValueError(f"{place} has texts of only one class, {found[0]!r}; classification needs at least two.")
-        number_of = class_numbers(found, {row.label or "" for own in splits.values() for row in own}).__getitem__
-    made = {split: tuple(_labelled_texts(place, split, own, number_of, found)) for split, own in splits.items()}
-    usual = ("pearson" if regression else "accuracy") if metric is None else metric
-    parts = (part for split, own in splits.items() for row in own for part in (split, *_parts(row)))
-    return TextSet(name, about, found, made, checksum(part.encode("utf-8", "surrogatepass") for part in parts), usual)
-
-
-@final
-@dataclass(frozen=True)
-class LabelledRows:
-    """The rows of a set by split, before its labels have numbers, and how the set is scored; None: decided by the labels."""
-
-    splits: Mapping[str, list[Row]]
-    about: str
-    metric: str | None = None
-    regression: bool | None = None
-
-    def make_set(self, name: str, regression: bool | None, classes: Sequence[str] | None) -> TextSet:
-        wanted = self.regression if regression is None else regression
-        how: dict[str, Any] = {"metric": self.metric, "regression": wanted, "classes": classes}
-        return make_set(name, self.about, self.splits, place=name, **how)
+        regression = _are_fractions(labels) if classes is None else not classes
+    if classes is None and not regression:
+        names = {row.label or "" for row in splits["train"]}
+        classes = sorted(names, key=int) if all(name.isdecimal() for name in names) else sorted(names)
+    if not regression and classes is not None and len(classes) < 2:
+        raise ValueError(f"{place} has texts of only one class, {classes[0]!r}; classification needs at least two.")
+    known = () if regression else tuple(classes or ())
+    number_of = float if regression else class_numbers(known, labels).__getitem__
+    made = {split: tuple(_labelled_texts(f"{place}: {split}", each, number_of, known)) for split, each in splits.items()}
+    parts = (
+        part.encode("utf-8", "surrogatepass")
+        for split, each in splits.items()
+        for row in each
+        for part in (split, row.text, *([] if row.pair is None else [row.pair]), row.label or "")
+    )
+    return TextSet(name, rows.about, known, made, checksum(parts), rows.metric or ("pearson" if regression else "accuracy"))
 
 
 def as_rows(dataset: Dataset, loaded: Any) -> LabelledRows:
@@ -332,10 +286,10 @@ def _given_rows(place: str, rows: Any) -> Iterator[Row]:
 
 
 def _labelled_texts(
-    place: str, split: str, rows: Sequence[Row], number_of: Callable[[str], float], classes: Sequence[str]
+    place: str, rows: Sequence[Row], number_of: Callable[[str], float], classes: Sequence[str]
 ) -> Iterator[LabelledText]:
     if not rows:
-        raise ValueError(f"{place}: {split} has no rows.")
+        raise ValueError(f"{place} has no rows.")
     for row in rows:
         assert row.label is not None
         try:
@@ -343,12 +297,12 @@ def _labelled_texts(
         except KeyError:
             named = ", ".join(classes[:MOST_NAMED]) + (", ..." if len(classes) > MOST_NAMED else "")
             raise ValueError(
-                f"{place}: {split} has the label {row.label!r}, which is not in train or not one of the model's ({named})."
+                f"{place} has the label {row.label!r}, which is not in train or not one of the model's ({named})."
             ) from None
         except ValueError:
-            raise ValueError(f"{place}: {split} has the label {row.label!r}, which is not a number to predict.") from None
+            number = math.nan
         if not math.isfinite(number):
-            raise ValueError(f"{place}: {split} has the label {row.label!r}, which is not a number to predict.")
+            raise ValueError(f"{place} has the label {row.label!r}, which is not a number to predict.")
         yield LabelledText(row.text, number, row.pair)
 
 
@@ -369,10 +323,6 @@ def class_numbers(classes: Sequence[str], labels: Iterable[str]) -> dict[str, in
     return by_number if wanted <= by_number.keys() else numbers
 
 
-def _parts(row: Row) -> tuple[str, ...]:
-    return (row.text, *(() if row.pair is None else (row.pair,)), row.label or "")
-
-
 def _with_held_out(splits: Mapping[str, list[Row]], place: str) -> dict[str, list[Row]]:
     """Return train, valid and test; parts of train are held out for those that are missing."""
     train, others = splits["train"], [splits[split] for split in ("valid", "test") if split in splits]
@@ -387,7 +337,7 @@ def _with_held_out(splits: Mapping[str, list[Row]], place: str) -> dict[str, lis
     return {"train": train, "valid": valid, "test": test}
 
 
-def _are_fractions(labels: Sequence[str]) -> bool:
+def _are_fractions(labels: Iterable[str]) -> bool:
     """Return whether all labels are numbers and one of them is not whole."""
     try:
         numbers = [float(label) for label in labels]
@@ -396,10 +346,204 @@ def _are_fractions(labels: Sequence[str]) -> bool:
     return any(not number.is_integer() for number in numbers)
 
 
-def _classes(labels: Iterable[str]) -> tuple[str, ...]:
-    """Return the classes in the order of their numbers if all labels are whole numbers, else in alphabetical order."""
-    names = set(labels)
-    return tuple(sorted(names, key=int) if all(name.isdecimal() for name in names) else sorted(names))
+Rows = dict[str, list[Row]]
+EMBEDDED = "python-topics"
+EMBEDDED_ABOUT = "paragraphs of Python's language reference, by topic; embedded"
+EMBEDDED_TOPICS = ("compound", "debugger", "formatstrings", "specialnames", "string-methods", "types")
+LEAST_WORDS, MOST_WORDS = 6, 60  # of a paragraph of the embedded set
+_BLANK = re.compile(r"\n\s*\n")
+
+
+@final
+@dataclass(frozen=True)
+class Glue:
+    """One GLUE task: its folder, its columns and how it is scored."""
+
+    folder: str
+    columns: Columns
+    about: str
+    metric: str = "accuracy"
+    header: tuple[str, ...] | None = None  # of files without one
+    tests: tuple[tuple[str, str], ...] = (("test", "dev.tsv"),)
+    regression: bool = False
+    skips_broken_rows: bool = False
+
+    def find(self, folder: Path) -> Rows | None:
+        """Return the rows of the task's files in a folder; None if they are not there."""
+        names = [os.path.join(around, self.folder) for around in GLUE_PLACES] + [self.folder.lower()]
+        for place in source_folders(folder, names):
+            if train := find_file(place, ["train.tsv"]):
+                rows = {"train": self._read(train)}
+                for split, name in self.tests:
+                    path = find_file(place, [name])
+                    if path is None:
+                        raise ValueError(
+                            f"{place} has train.tsv but no {name}, whose labels are published: test.tsv has none."
+                        )
+                    rows[split] = self._read(path)
+                return rows
+        return None
+
+    def _read(self, path: Path) -> list[Row]:
+        table = _without_broken_rows(path) if self.skips_broken_rows else read_table(path, self.header)
+        return read_rows(table, self.columns)
+
+
+_SINGLE, _PAIR = Columns("sentence", None, "label"), Columns("sentence1", "sentence2", "label")
+_COLA_HEADER = ("source", "label", "mark", "sentence")
+_MNLI_TESTS = (("test", "dev_matched.tsv"), ("mismatched", "dev_mismatched.tsv"))
+_MNLI = "pairs of sentences, the second follows from the first, contradicts it, or neither"
+_MRPC = "pairs of sentences of the news, with the same meaning or not"
+_QQP, _STSB = "pairs of questions, duplicates or not", "pairs of sentences, how similar they are from 0 to 5"
+_QNLI = "questions and sentences, the sentence answers the question or not"
+GLUE = {
+    "cola": Glue("CoLA", _SINGLE, "sentences, acceptable English or not", "matthews", _COLA_HEADER),
+    "sst2": Glue("SST-2", _SINGLE, "sentences of film reviews, good or bad"),
+    "mrpc": Glue("MRPC", Columns("#1 String", "#2 String", "Quality"), _MRPC, "f1"),
+    "qqp": Glue("QQP", Columns("question1", "question2", "is_duplicate"), _QQP, "f1", skips_broken_rows=True),
+    "stsb": Glue("STS-B", replace(_PAIR, label="score"), _STSB, "pearson", regression=True),
+    "mnli": Glue("MNLI", replace(_PAIR, label="gold_label"), _MNLI, tests=_MNLI_TESTS),
+    "qnli": Glue("QNLI", Columns("question", "sentence", "label"), _QNLI),
+    "rte": Glue("RTE", _PAIR, "pairs of sentences, the second follows from the first or not"),
+    "wnli": Glue("WNLI", _PAIR, "pairs of sentences, a pronoun means what the second says or not"),
+}
+GLUE_PLACES = ("", "glue", "GLUE", "glue_data")  # folders around the folders of tasks
+
+
+def _without_broken_rows(path: Path) -> Table:
+    """Return a TSV without the rows that have other numbers of fields, or empty fields: QQP has a few of both."""
+    lines = read_text(path).decode().replace("\r\n", "\n").split("\n")
+    columns = lines[0].split("\t")
+    fields = ((number, line.split("\t")) for number, line in enumerate(lines[1:], 2))
+    rows = [(number, dict(zip(columns, row, strict=True))) for number, row in fields if len(row) == len(columns)]
+    return Table(str(path), columns, [(number, row) for number, row in rows if all(cell.strip() for cell in row.values())])
+
+
+def _treebank_rows(kind: str, folder: Path) -> Rows | None:
+    for place in (*source_folders(folder, ("sst", "SST", "sst2", "sst5", "stanford-sentiment")), folder):
+        names = {split: f"stsa.{kind}.{'dev' if split == 'valid' else split}" for split in SPLITS}
+        paths = {split: path for split, name in names.items() if (path := find_file(place, [name]))}
+        if "train" in paths:
+            if missing := next((split for split in SPLITS if split not in paths), None):
+                raise ValueError(f"{place} has {names['train']} but no {names[missing]}.")
+            return {split: list(_treebank_file(path)) for split, path in paths.items()}
+    return None
+
+
+def _treebank_file(path: Path) -> Iterator[Row]:
+    lines = read_text(path).decode().split("\n")
+    for number, line in enumerate(lines[:-1] if not lines[-1] else lines, 1):
+        label, _, sentence = line.partition(" ")
+        if not label.isdecimal() or not sentence.strip():
+            raise ValueError(f"{path}, line {number}: this is not a number, a space and a sentence.")
+        yield Row(number, sentence.strip(), None, label)
+
+
+def _banking_rows(folder: Path) -> Rows | None:
+    for place in source_folders(folder, ("banking77",)):
+        paths = find_splits(place, *SEPARATED, *JSON_LINES)
+        if "train" in paths:
+            columns = Columns("text", None, "category")
+            return {split: read_rows(read_table(path), columns) for split, path in paths.items()}
+    return None
+
+
+def _topic_rows(_: Path | None) -> LabelledRows:
+    """Return the paragraphs of some long topics of the language reference, each with its topic as the label."""
+    topics = dict(without_repeated_paragraphs(python_topics().items()))
+    if missing := next((topic for topic in EMBEDDED_TOPICS if topic not in topics), None):
+        raise ValueError(f"this Python's language reference has no topic {missing}, so {EMBEDDED} is not available.")
+    paragraphs = ((topic, part.split()) for topic in EMBEDDED_TOPICS for part in _BLANK.split(topics[topic]))
+    long = [(topic, " ".join(words[:MOST_WORDS])) for topic, words in paragraphs if len(words) >= LEAST_WORDS]
+    rows = [Row(number, text, None, topic) for number, (topic, text) in enumerate(long, 1)]
+    return LabelledRows({"train": rows}, f"{EMBEDDED_ABOUT}; Python {platform.python_version()}")
+
+
+def _add_known(
+    name: str, about: str, how: str, find: Callable[[Path], Rows | None], metric: str = "accuracy", regression: bool = False
+) -> None:
+    """Register a known set. `find` returns its rows from a folder, or None if they are not there: `how` says what to do."""
+
+    def load(folder: Path | None) -> LabelledRows:
+        rows = None if folder is None else find(folder)
+        if rows is None:
+            raise ValueError(f"{name} is not in {folder or 'any folder given'}: {how} there (--data FOLDER).")
+        return LabelledRows(rows, about, metric, regression)
+
+    DATASETS.add(Dataset(name, about, "labels", load))
+
+
+DATASETS.add(Dataset(EMBEDDED, EMBEDDED_ABOUT, "labels", _topic_rows))
+_add_known(
+    "banking77",
+    "questions to a bank, 77 intents",
+    "put train.csv and test.csv (columns text, category; from PolyAI's task-specific-datasets) into a folder banking77",
+    _banking_rows,
+)
+_add_known(
+    "sst2",
+    GLUE["sst2"].about,
+    "put stsa.binary.train, .dev and .test into a folder sst, or GLUE's train.tsv and dev.tsv into a folder SST-2",
+    lambda folder: _treebank_rows("binary", folder) or GLUE["sst2"].find(folder),
+)
+_add_known(
+    "sst5",
+    "sentences of film reviews, from very bad (0) to very good (4)",
+    "put stsa.fine.train, .dev and .test into a folder sst",
+    partial(_treebank_rows, "fine"),
+)
+for _name, _task in GLUE.items():
+    if _name != "sst2":
+        _files = " and ".join(["train.tsv", *(file for _, file in _task.tests)])
+        _about, _how = f"{_task.about}: GLUE's {_task.folder}", f"put GLUE's {_files} into a folder {_task.folder}"
+        _add_known(_name, _about, _how, _task.find, _task.metric, _task.regression)
+
+
+def text_sets() -> dict[str, str]:
+    """Return the names of the known text sets, each with one line of help."""
+    return datasets_for("labels")
+
+
+def text_set(
+    name: str | Path,
+    *,
+    folder: str | Path | None = None,
+    text: str | None = None,
+    pair: str | None = None,
+    label: str | None = None,
+    regression: bool | None = None,
+    classes: Sequence[str] | None = None,
+    test_only: bool = False,
+) -> TextSet:
+    """Return a known text set, which is searched for in `folder`, or the labelled texts in the file or folder `name`.
+
+    `FILE:TEXT,LABEL` and `FILE:TEXT,PAIR,LABEL` name columns too.
+
+    text, pair, label   columns of a table; by default they are found by usual names
+    regression          whether labels are numbers to predict; by default decided by the labels
+    classes             of a trained model, in the order of its outputs: labels must be of these; () for regression
+    test_only           all rows of a single file are the test split, and train and valid are not needed
+    """
+    columns, path = Columns(text, pair, label), Path(name)
+    is_name = isinstance(name, str) and os.sep not in name
+    dataset = find_dataset(str(name), "labels", installed=not path.exists() and not is_table(path)) if is_name else None
+    if dataset is not None:
+        if columns != Columns():
+            raise ValueError(f"data.text, data.pair and data.label are for files; {name} has columns of its own.")
+        rows = as_rows(dataset, dataset.load(None if folder is None else Path(folder)))
+        set_name = place = dataset.name
+    else:
+        if not path.exists() and (written := file_and_columns(str(name))) is not None:
+            path, columns = written
+        if name == "" or not path.exists():
+            if isinstance(name, Path) or os.sep in name or is_table(path):
+                raise ValueError(f"{path} does not exist; labelled texts are a folder, or a .csv, .tsv or .jsonl file.")
+            raise ValueError(f"there is no file or folder {name}; {DATASETS.unknown(str(name), text_sets())}")
+        rows, set_name, place = _from_path(path, columns, test_only=test_only), unpacked_name(path.resolve()), str(path)
+    found = make_set(set_name, rows, place=place, regression=regression, classes=classes)
+    for split in SPLITS if classes is None else ("test",):
+        found.texts(split)
+    return found
 
 
 def file_and_columns(name: str) -> tuple[Path, Columns] | None:
@@ -411,5 +555,19 @@ def file_and_columns(name: str) -> tuple[Path, Columns] | None:
     return Path(file), Columns(names[0], names[1] if len(names) == 3 else None, names[-1])
 
 
-def _either(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:-1])} or {names[-1]}"
+def _from_path(path: Path, columns: Columns, *, test_only: bool) -> LabelledRows:
+    """Return the rows of a file or folder; with `test_only`, all rows of a single file are the test."""
+    about = f"the labelled texts of {path.resolve().name}"
+    if not path.is_dir():
+        rows = read_rows(read_table(path), columns)
+        return LabelledRows({"test": rows}, about) if test_only else LabelledRows({"train": rows}, f"{about}, split by row")
+    tables = saved_tables(path)
+    if tables is None:
+        paths = find_splits(path, *SEPARATED, *JSON_LINES)
+        if "train" not in paths and "test" not in paths:
+            raise ValueError(
+                f"{path} has no train.csv, train.tsv or train.jsonl (plain, .gz or .xz), and `datasets` did not write it."
+            )
+        tables = {split: read_table(file) for split, file in paths.items()}
+    splits = {split: read_rows(table, columns, labelled=split == "train") for split, table in tables.items()}
+    return LabelledRows({"test": next(iter(labelled_splits(splits).values()))} if test_only else splits, about)

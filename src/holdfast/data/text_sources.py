@@ -1,5 +1,14 @@
 """Text sources by name or path: the embedded text, files of the user, and public datasets.
 
+A file or folder of the user is one of (`text_corpus`):
+
+    one text file          split by position
+    one table              split by row: a column of a CSV or TSV file with a header, or a field of a JSON-lines file
+    a folder of texts      one file for each split (train.txt, valid.txt and test.txt), or any .txt files, split by file
+
+All files may be compressed (.gz or .xz). A table with a column of labels is refused unless the column of texts is named:
+somebody who has labels usually wants to classify (`labelled_texts`).
+
 The embedded text, `python-docs`, is the English in a Python installation: its language reference and its docstrings. The
 standard library is parsed and never imported, because importing some of its modules opens browsers and windows. Its modules
 differ between builds of Python, and so does the checksum of the corpus.
@@ -18,15 +27,26 @@ import sys
 import sysconfig
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import cache, partial
+from operator import itemgetter
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from holdfast.data.datasets import DATASETS, Dataset, datasets_for, find_dataset, require_splits
-from holdfast.data.documents import SPLITS, Corpus, Document, LazyDocuments, split_by_title
-from holdfast.data.files import PACKED, find_file, open_unpacked, read_bytes, source_folders
-from holdfast.data.text_files import is_table, split_files, table_and_column, table_corpus, text_corpus
+from holdfast.data.documents import SPLITS, Corpus, Document, LazyDocuments, split_by_position, split_by_title
+from holdfast.data.files import (
+    PACKED,
+    find_file,
+    find_splits,
+    is_table,
+    open_unpacked,
+    read_bytes,
+    read_table,
+    read_text,
+    source_folders,
+    unpacked_name,
+)
 from holdfast.errors import MissingExtra, missing_extra_message
 
 # Packages with little English, or with copies of other packages.
@@ -42,6 +62,12 @@ ABOUT = {
     "enwik8": "the first 100 million bytes of an English Wikipedia dump, with markup",
     "c4": "cleaned web pages in English; streamed, because it is too large to download",
 }
+
+MOST_OTHERS = 100_000  # files in a folder of texts that are not texts: to find them takes about a second
+# If no column is named, the first of these that the table has is read.
+TEXT_COLUMNS = ("text", "sentence", "content", "document", "body", "article")
+# Columns that have labels rather than texts.
+LABEL_COLUMNS = ("label", "labels", "category", "class", "intent", "target", "sentiment", "gold_label", "is_duplicate")
 
 _BLANK = re.compile(r"\n\s*\n")
 
@@ -66,8 +92,9 @@ def corpus(name: str | Path, *, folder: str | Path | None = None, column: str | 
     path = Path(name)
     if name != "" and path.exists():
         return text_corpus(path, column)
-    if table := table_and_column(str(name)):
-        return table_corpus(*table)
+    table, colon, named = str(name).rpartition(":")  # as in reviews.csv:review
+    if colon and named and is_table(Path(table)) and Path(table).is_file():
+        return _table_corpus(Path(table), named)
     if isinstance(name, Path) or os.sep in name or path.suffix in {".txt", *PACKED} or is_table(path):
         raise ValueError(f"{path} does not exist.")
     if found := find_dataset(name, "text", installed=True):
@@ -100,23 +127,111 @@ def _as_documents(name: str, split: str, texts: Any) -> Iterator[Document]:
         raise ValueError(f"dataset {name!r} has no text in its split {split}{one}.")
 
 
+def text_corpus(path: Path, column: str | None = None) -> Corpus:
+    """Return the corpus of a text file, of a table with a `column` of texts, or of a folder of text files."""
+    if not path.is_dir() and is_table(path):
+        return _table_corpus(path, column)
+    if column is not None:
+        raise ValueError(f"data.text names the column {column}, but {path} is not a table (.csv, .tsv or .jsonl).")
+    if path.is_dir():
+        return _folder_corpus(path)
+    parts = split_by_position(read_text(path))
+    if parts is None:
+        raise ValueError(
+            f"{path} has too few lines to be split into train, valid and test; "
+            "give a longer text, or a folder with train.txt, valid.txt and test.txt."
+        )
+    splits = {split: (Document(f"{path.name}/{split}", part),) for split, part in zip(SPLITS, parts, strict=True)}
+    return Corpus(path.name, f"the text of {path.name}, split by position", splits)
+
+
+def _folder_corpus(folder: Path) -> Corpus:
+    name = folder.resolve().name
+    named = find_splits(folder, ".txt")
+    if len(named) == len(SPLITS):
+        return _split_files(name, f"the texts of {name}", named)
+    files: dict[str, Path] = {}
+    others = 0
+    for place, _, names in os.walk(folder):
+        for path in (Path(place, name) for name in names):
+            if not unpacked_name(path).endswith(".txt") or not path.is_file():
+                others += 1
+                if others > MOST_OTHERS:  # as a disk has
+                    raise ValueError(
+                        f"{folder} has over {MOST_OTHERS:,} files that are not texts (.txt); name a folder of texts."
+                    )
+                continue
+            title = path.relative_to(folder).with_name(unpacked_name(path)).as_posix()
+            if title in files:
+                twice = " and as ".join(sorted((files[title].name, path.name)))
+                raise ValueError(f"{folder} has {title} twice, as {twice}; remove one.")
+            files[title] = path
+    if len(files) < len(SPLITS):
+        raise ValueError(
+            f"{folder} has {len(files)} text files (.txt, or packed as .txt{' or .txt'.join(PACKED)}); "
+            "splitting a folder by file needs 3, or train.txt, valid.txt and test.txt; a single file can be given by name."
+        )
+    split_of = split_by_title(dict.fromkeys(files, 1))  # not by size: packing a file must not move it to another split
+
+    def read(split: str) -> Iterator[Document]:
+        return (Document(title, read_text(files[title])) for title in sorted(files) if split_of[title] == split)
+
+    return _lazy_corpus(name, f"the {len(files)} texts of {name}, split by file", read)
+
+
+def _split_files(name: str, about: str, paths: dict[str, Path], tokenizer: str = "words") -> Corpus:
+    """Return a corpus with one file per split; each file is read at first use."""
+
+    def read(split: str) -> list[Document]:
+        return [Document(f"{name}/{split}", read_text(paths[split]))]
+
+    return _lazy_corpus(name, about, read, tokenizer)
+
+
+def _table_corpus(path: Path, column: str | None = None) -> Corpus:
+    """Return the corpus of a table: every row is a document, and a hash of its line number decides its split."""
+    table = read_table(path)
+    label = table.column(None, LABEL_COLUMNS) if column is None else None
+    chosen = table.column(column, TEXT_COLUMNS)
+    if label is not None:
+        text = chosen or "TEXT"
+        raise ValueError(
+            f"{path} has a column of labels, {label}, which a language model would ignore; use a recipe with `task: "
+            "labels`, such as labels-tiny, to classify its texts, or name the column of texts to learn them as prose "
+            f"(data.text={text}, or {path}:{text})."
+        )
+    if chosen is None:
+        raise ValueError(
+            f"{path} has the columns {', '.join(table.columns)}, none of them {', '.join(TEXT_COLUMNS[:-1])} or "
+            f"{TEXT_COLUMNS[-1]}; name the text column, as in {path}:{table.columns[0] if table.columns else 'text'}."
+        )
+    rows = ((line, table.text(line, row, chosen)) for line, row in table.rows)
+    texts = {f"{path.name}/{line}": text.encode() for line, text in rows if text.strip()}
+    if len(texts) < len(SPLITS):
+        raise ValueError(f"{path} has {len(texts)} rows with a text; train, valid and test need at least {len(SPLITS)}.")
+    return _split_corpus(path.name, f"{len(texts):,} texts of {path.name}, split by row", texts)
+
+
+def _split_corpus(name: str, about: str, texts: Mapping[str, bytes]) -> Corpus:
+    """Return a corpus of texts by title; the hash of its title decides the split of each."""
+    split_of = split_by_title({title: len(text) for title, text in texts.items()})
+    splits = {
+        split: tuple(Document(title, text) for title, text in texts.items() if split_of[title] == split) for split in SPLITS
+    }
+    return Corpus(name, about, splits)
+
+
 def _python_docs_corpus(_: Path | None) -> Corpus:
-    documents = [Document(title, text.encode()) for title, text in python_docs().items()]
-    split_of = split_by_title({document.title: len(document.data) for document in documents})
-    splits = {split: tuple(document for document in documents if split_of[document.title] == split) for split in SPLITS}
-    return Corpus("python-docs", f"{ABOUT['python-docs']}; Python {platform.python_version()}", splits)
-
-
-def python_docs() -> dict[str, str]:
-    """Return the documents by title, sorted: `modules/...` and `topics/...`. No long paragraph occurs twice."""
-    return dict(_python_docs())
+    about = f"{ABOUT['python-docs']}; Python {platform.python_version()}"
+    return _split_corpus("python-docs", about, {title: text.encode() for title, text in python_docs().items()})
 
 
 @cache
-def _python_docs() -> tuple[tuple[str, str], ...]:
+def python_docs() -> Mapping[str, str]:
+    """Return the documents by title, sorted: `modules/...` and `topics/...`. No long paragraph occurs twice."""
     documents = {f"modules/{name}": text for name, text in python_docstrings().items()}
     documents |= {f"topics/{name}": text for name, text in python_topics().items()}
-    return tuple(without_repeated_paragraphs(sorted(documents.items())))
+    return MappingProxyType(dict(without_repeated_paragraphs(sorted(documents.items()))))
 
 
 def python_topics() -> dict[str, str]:
@@ -132,33 +247,27 @@ def python_docstrings() -> dict[str, str]:
     """Return the docstrings of each module of the standard library, in the order of its source; modules are sorted."""
     library = Path(sysconfig.get_path("stdlib"))
     documents = {}
-    with warnings.catch_warnings(), _no_garbage_collection():
-        warnings.simplefilter("ignore")  # old modules have many invalid escapes
-        for name, path in sorted(_modules(library)):
-            try:
-                tree = ast.parse(path.read_bytes())
-            except (SyntaxError, ValueError):  # some builds contain templates
-                continue
-            if text := "\n\n".join(docstrings(tree)):
-                documents[name] = text
+    enabled = gc.isenabled()
+    gc.disable()  # it would double the time of parsing and find no cycles
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # old modules have many invalid escapes
+            for name, path in sorted(_modules(library)):
+                try:
+                    tree = ast.parse(path.read_bytes())
+                except (SyntaxError, ValueError):  # some builds contain templates
+                    continue
+                if text := "\n\n".join(docstrings(tree)):
+                    documents[name] = text
+    finally:
+        if enabled:
+            gc.enable()
     if not documents:
         raise ValueError(
             f"this Python has no sources of its standard library in {library}, so the text python-docs is not available; "
             "give the path of another text."
         )
     return documents
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Turn off garbage collection inside the `with`: it would double the time of parsing and find no cycles."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _modules(library: Path) -> Iterator[tuple[str, Path]]:
@@ -213,17 +322,13 @@ def _wikitext(number: str, folder: Path | None) -> Corpus:
     if folder is None:
         return _fetched_wikitext(name, f"put {layout} and name the folder around it")
     for place in source_folders(folder, (f"wikitext{number}", name)):
-        found = {split: find_file(place, _wikitext_names(split)) for split in SPLITS}
+        found = {split: find_file(place, (f"{split}.txt", f"wiki.{split}.tokens")) for split in SPLITS}
         if paths := {split: path for split, path in found.items() if path}:
             if len(paths) < len(SPLITS):
                 missing = next(split for split in SPLITS if split not in paths)
                 raise ValueError(f"{place} has {name}'s {' and '.join(paths)} but no {missing}.txt.")
-            return split_files(name, ABOUT[name], paths, "lines")
+            return _split_files(name, ABOUT[name], paths, "lines")
     raise ValueError(f"{name} is not in {folder}: put {layout} there, or give no folder to fetch it through `datasets`.")
-
-
-def _wikitext_names(split: str) -> list[str]:
-    return [f"{split}.txt", f"wiki.{split}.tokens"]
 
 
 def _fetched_wikitext(name: str, instead: str) -> Corpus:
@@ -235,7 +340,12 @@ def _fetched_wikitext(name: str, instead: str) -> Corpus:
         text = "".join(line if line.endswith("\n") else f"{line}\n" for line in lines)
         return [Document(f"{name}/{split}", text.encode())]
 
-    return Corpus(name, ABOUT[name], {split: LazyDocuments(partial(read, split)) for split in SPLITS}, "lines")
+    return _lazy_corpus(name, ABOUT[name], read, "lines")
+
+
+def _lazy_corpus(name: str, about: str, read: Callable[[str], Iterable[Document]], *kind: Any) -> Corpus:
+    """Return a corpus whose documents are read again whenever they are needed, by a function of the split."""
+    return Corpus(name, about, {split: LazyDocuments(partial(read, split)) for split in SPLITS}, *kind)
 
 
 def _enwik8(folder: Path | None) -> Corpus:
@@ -258,34 +368,27 @@ def _enwik8(folder: Path | None) -> Corpus:
         ends = dict(zip(ENWIK8, itertools.accumulate(ENWIK8.values()), strict=True))
         return [Document(f"enwik8/{split}", data()[ends[split] - ENWIK8[split] : ends[split]])]
 
-    splits = {split: LazyDocuments(partial(read, split)) for split in SPLITS}
-    return Corpus("enwik8", ABOUT["enwik8"], splits, "bytes")
+    return _lazy_corpus("enwik8", ABOUT["enwik8"], read, "bytes")
 
 
 def _c4(folder: Path | None) -> Corpus:
+    hub_splits = ("train", "validation")
+    rows: dict[str, Callable[[], Iterable[str]]]
     if folder is None:
         instead = "put files c4-train.*.json.gz and c4-validation.*.json.gz into a folder c4 and name the folder around it"
-        parts = {
-            split: hub_rows("allenai/c4", "en", split, instead=instead, streamed=True) for split in ("train", "validation")
-        }
-
-        def texts(split: str) -> Iterator[str]:
-            return (row["text"] for row in parts[split])
-
+        fetched = {one: hub_rows("allenai/c4", "en", one, instead=instead, streamed=True) for one in hub_splits}
+        rows = {one: partial(map, itemgetter("text"), fetched[one]) for one in hub_splits}
     else:
-        files = {split: _c4_files(folder, split) for split in ("train", "validation")}
-
-        def texts(split: str) -> Iterator[str]:
-            return itertools.chain.from_iterable(map(_json_texts, files[split]))
-
-    def read(split: str, start: int, step: int) -> Iterator[Document]:
-        for number, text in itertools.islice(enumerate(texts(split)), start, None, step):
-            yield Document(f"c4/{split}/{number}", text.encode("utf-8", "replace"))
-
+        rows = {one: partial(_json_texts, _c4_files(folder, one)) for one in hub_splits}
     # C4 has no test split: its validation documents alternate between valid and test.
-    sources = {"train": ("train", 0, 1), "valid": ("validation", 0, 2), "test": ("validation", 1, 2)}
-    splits = {split: LazyDocuments(partial(read, *place)) for split, place in sources.items()}
-    return Corpus("c4", ABOUT["c4"], splits, "words", streamed=True)
+    places = {"train": ("train", 0, 1), "valid": ("validation", 0, 2), "test": ("validation", 1, 2)}
+
+    def read(split: str) -> Iterator[Document]:
+        source, start, step = places[split]
+        for number, text in itertools.islice(enumerate(rows[source]()), start, None, step):
+            yield Document(f"c4/{source}/{number}", text.encode("utf-8", "replace"))
+
+    return _lazy_corpus("c4", ABOUT["c4"], read, "words", True)
 
 
 def _c4_files(folder: Path, split: str) -> list[Path]:
@@ -298,14 +401,14 @@ def _c4_files(folder: Path, split: str) -> list[Path]:
     )
 
 
-def _json_texts(path: Path) -> Iterator[str]:
-    with open_unpacked(path) as file:
-        for number, line in enumerate(file, 1):
-            try:
-                text = json.loads(line)["text"]
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{path}, line {number}: this is not a JSON object with a text.") from error
-            yield str(text)
+def _json_texts(paths: Iterable[Path]) -> Iterator[str]:
+    for path in paths:
+        with open_unpacked(path) as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    yield str(json.loads(line)["text"])
+                except (ValueError, KeyError, TypeError) as error:
+                    raise ValueError(f"{path}, line {number}: this is not a JSON object with a text.") from error
 
 
 def hub_rows(dataset: str, config: str, split: str, *, instead: str, streamed: bool = False) -> Iterable[Mapping[str, Any]]:

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from holdfast.data.documents import END, UNKNOWN, WORD_SPLITTERS, Corpus, Document, WordSplitter
+from holdfast.data.documents import END, UNKNOWN, WORD_SPLITTERS, Corpus, Document
 from holdfast.data.files import checksum
 from holdfast.errors import unknown_name
 
@@ -131,29 +131,28 @@ class Vocabulary(Tokenizer):
         """Count the words; `size` is their largest number with the unknown word and the end, by default all words."""
         if size is not None and size <= len(SPECIAL):
             raise ValueError(f"a vocabulary of {size} has no words; it needs a size of at least {len(SPECIAL) + 1}.")
-        pieces = _word_splitter(splitter).pieces
-        counts = Counter(word for text in texts for word in pieces(_lines(text)))
+        if splitter not in WORD_SPLITTERS:
+            raise ValueError(unknown_name("convention for words", splitter, WORD_SPLITTERS))
+        self.name, self._splitter = splitter, WORD_SPLITTERS[splitter]
+        counts = Counter(word for text in texts for word in self._splitter.pieces(_lines(text)))
         for special in SPECIAL:
             del counts[special]
         ranked = sorted(counts, key=lambda word: (-counts[word], word))
-        self._fill([*SPECIAL, *(ranked if size is None else ranked[: size - len(SPECIAL)])], splitter)
+        self._number([*SPECIAL, *(ranked if size is None else ranked[: size - len(SPECIAL)])])
 
     @classmethod
     def from_words(cls, words: Iterable[str], *, splitter: str) -> "Vocabulary":
         """Return the vocabulary with exactly these words, the special ones first."""
-        vocabulary = cls((), splitter=splitter)
-        vocabulary._fill(list(words), splitter)
-        if not all(isinstance(word, str) for word in vocabulary.words):
+        vocabulary, given = cls((), splitter=splitter), list(words)
+        if not all(isinstance(word, str) for word in given):
             raise ValueError("a vocabulary is a list of words only; this one is damaged.")
-        if vocabulary.words[: len(SPECIAL)] != list(SPECIAL) or len(vocabulary._numbers) != len(vocabulary):
+        if given[: len(SPECIAL)] != list(SPECIAL) or len(set(given)) != len(given):
             raise ValueError(f"a vocabulary begins with {' and '.join(SPECIAL)} and has no word twice; this one is damaged.")
+        vocabulary._number(given)
         return vocabulary
 
-    def _fill(self, words: list[str], splitter: str) -> None:
-        self.name = splitter
-        self.words = words
-        self._splitter = _word_splitter(splitter)
-        self._numbers = {word: number for number, word in enumerate(words)}
+    def _number(self, words: list[str]) -> None:
+        self.words, self._numbers = words, {word: number for number, word in enumerate(words)}
 
     def __len__(self) -> int:
         return len(self.words)
@@ -181,12 +180,6 @@ class Vocabulary(Tokenizer):
     def spans(self, documents: Iterable[Document]) -> Iterator[Spans]:
         for document in documents:
             yield np.array(list(self._splitter.spans(document.lines())), dtype=np.int64).reshape(-1, 2)
-
-
-def _word_splitter(name: str) -> WordSplitter:
-    if name not in WORD_SPLITTERS:
-        raise ValueError(unknown_name("convention for words", name, WORD_SPLITTERS))
-    return WORD_SPLITTERS[name]
 
 
 def _lines(text: str) -> list[str]:
@@ -244,8 +237,8 @@ class HubTokenizer(Tokenizer):
             self.tokenizer: Any = AutoTokenizer.from_pretrained(place, trust_remote_code=False, local_files_only=local)
         if is_bare(self.tokenizer):
             raise ValueError(f"{place} has no tokeniser: transformers made one without any word.")
-        self.name = place
-        self.end = self.tokenizer.eos_token_id
+        self.name, self.end = place, self.tokenizer.eos_token_id
+        self._failed = f"the tokeniser of {place} failed on a text"
 
     def __len__(self) -> int:
         return len(self.tokenizer)
@@ -270,10 +263,7 @@ class HubTokenizer(Tokenizer):
         return checksum([state.encode()])
 
     def pieces(self, documents: Iterable[Document]) -> Iterator[Tensor]:
-        for batch in _batches(documents):
-            with failures(self._failed):  # also a number that is too large
-                piece = self._joined(self._encode([document.text for document in batch]))
-            yield piece
+        return (piece for _, _, piece in self._encoded(documents))
 
     def spans(self, documents: Iterable[Document]) -> Iterator[Spans]:
         return (own for _, spans in self._pieces_with_spans(documents) for own in spans)
@@ -286,26 +276,24 @@ class HubTokenizer(Tokenizer):
         """Yield the tokens of several documents, and the spans of each."""
         if not self.tokenizer.is_fast:
             raise ValueError(f"{self.name} has a slow tokeniser, which does not give the places of its tokens in a text.")
-        for batch in _batches(documents):
-            texts = [document.text for document in batch]
-            with failures(self._failed):
-                found = self._encode(texts, return_offsets_mapping=True)
-                piece = self._joined(found)
+        for texts, encoded, piece in self._encoded(documents, return_offsets_mapping=True):
             ends = [[] if self.end is None else [(len(text), len(text))] for text in texts]
-            rows = zip(found["offset_mapping"], ends, strict=True)
+            rows = zip(encoded["offset_mapping"], ends, strict=True)
             yield piece, [np.array([*row, *end], dtype=np.int64).reshape(-1, 2) for row, end in rows]
 
-    def _joined(self, encoded: Any) -> Tensor:
-        """Return the tokens of all texts in one sequence, each with the token that ends a document."""
+    def _encoded(self, documents: Iterable[Document], **options: Any) -> Iterator[tuple[list[str], Any, Tensor]]:
+        """Yield several texts, how they are encoded, and their tokens in one sequence, each with the end of a document."""
         end = [] if self.end is None else [self.end]
-        return torch.tensor([number for row in encoded["input_ids"] for number in (*row, *end)], dtype=torch.int32)
+        for batch in _batches(documents):
+            texts = [document.text for document in batch]
+            with failures(self._failed):  # also a number that is too large
+                encoded = self._encode(texts, **options)
+                numbers = [number for row in encoded["input_ids"] for number in (*row, *end)]
+                piece = torch.tensor(numbers, dtype=torch.int32)
+            yield texts, encoded, piece
 
     def _encode(self, texts: list[str], **options: Any) -> Any:
         return self.tokenizer(texts, add_special_tokens=False, verbose=False, **options)
-
-    @property
-    def _failed(self) -> str:
-        return f"the tokeniser of {self.name} failed on a text"
 
 
 def tokenizers() -> dict[str, str]:
@@ -321,7 +309,7 @@ def tokenizer(corpus: Corpus, name: str | Path | None = None, *, size: int | Non
     name = corpus.tokenizer if name is None else str(name)
     if name in WORD_SPLITTERS:
         if corpus.streamed:
-            raise ValueError(f"{corpus.name} is a stream without an end; take its head() to count words, or use bytes.")
+            raise ValueError(f"{corpus.name} is a stream, too long to count words; use bytes, or a model's tokeniser.")
         lines = (line for document in corpus.documents("train") for line in document.lines())
         return Vocabulary(lines, size, splitter=name)
     if size is not None:

@@ -252,7 +252,7 @@ def slice_densities(
     smooth  count only ties with exactly k - 1 experts above: the others of the tie are then the extra experts of `smooth`
     """
     require_extra("the interval of a slice density", "scipy")
-    from scipy.stats import beta
+    from scipy.special import betaincinv
 
     check_k(k, len(weight))
     source = torch.Generator().manual_seed(seed)
@@ -261,8 +261,8 @@ def slice_densities(
     above = range(k - 1, k) if smooth else range(max(0, k - m), k)
     hits = _draw_ties(keys.products_of(0), members, above, draws, source)
     counts = hits.double().numpy()
-    low = torch.from_numpy(beta.ppf(0.025, counts, draws - counts + 1)).nan_to_num(0.0)
-    high = torch.from_numpy(beta.ppf(0.975, counts + 1, draws - counts)).nan_to_num(1.0)
+    low = torch.from_numpy(betaincinv(counts, draws - counts + 1, 0.025)).nan_to_num(0.0)
+    high = torch.from_numpy(betaincinv(counts + 1, draws - counts, 0.975)).nan_to_num(1.0)
     return SliceDensity(members, hits.double() / draws, low, high)
 
 

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from holdfast.hub.families import detached_routing, modality_of
 from holdfast.hub.losses import LossCollector
 from holdfast.hub.replacements import ATTENTION, as_linear, override_config, restore_config
-from holdfast.kernels.backward import is_recomputing
+from holdfast.kernels.torch_internals import is_recomputing
 from holdfast.routing import Attention, Context, Previous, Router, RouterCache, Routing, VisibleTokens
 from holdfast.routing.attention_masks import (
     require_one_sequence_in_a_row,

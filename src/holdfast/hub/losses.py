@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from holdfast.hub.families import as_token_ids, image_tokens, text_config
 from holdfast.hub.outputs import prepare_output_classes, with_router_fields
 from holdfast.hub.replacements import replaying_layers
-from holdfast.kernels.backward import has_gradient, is_recomputing
+from holdfast.kernels.torch_internals import has_gradient, is_recomputing, running_backward
 from holdfast.layers.losses import Losses, balance, single_process_mean
 from holdfast.routing import Router, Routing
 from holdfast.routing.forward_routes import RouteReplay
@@ -246,7 +246,7 @@ class LossCollector:
             return self.loss_scale
         if node.is_fp16:
             raise ValueError(FP16)
-        backward = torch._C._current_graph_task_id()
+        backward = running_backward()
         if backward != self._checked_backward:
             # Once, in the last layer: in this backward, later parameters have their new gradients by then.
             self._checked_backward = backward

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from holdfast.errors import unknown_name
 from holdfast.hub.families import detached_routing, routing_from_gate
 from holdfast.hub.layers import is_moe, moe_layers
-from holdfast.kernels.backward import is_recomputing
+from holdfast.kernels.torch_internals import is_recomputing
 from holdfast.routing import Context, Router, Routing
 from holdfast.routing.attention_masks import token_mask_of
 from holdfast.routing.forward_routes import require_no_copies

@@ -12,8 +12,8 @@
     statistics      exact quantiles and running means
 
     float32_parts   float32 numbers as sums of 16-bit parts (Triton)
-    launching       registering operators and launching kernels   backward      second derivatives, recomputed forwards
-    quantised       weights that other libraries have quantised
+    operators       registering operators, launching kernels, second derivatives
+    torch_internals all private interfaces of PyTorch             quantised     weights that other libraries have quantised
 
 Nothing here knows routers or models: the rest of the package may import `kernels`; `kernels` imports only torch and Triton.
 """

@@ -43,7 +43,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from holdfast.kernels.launching import cdiv, next_power_of_2
+from holdfast.kernels.operators import cdiv, kernel, next_power_of_2
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDEST = 256  # columns of a part that fit into a tile
@@ -312,7 +312,7 @@ def _split_rows_of_job(
         _store_parts(numbers, job.fp16, row_start * FP16_PARTS + column[None, :], kept, WIDTH, FP16_PARTS)
 
 
-@triton.jit
+@kernel
 def _split_rows(jobs, HOW: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     """Run one job for each index of the grid's third axis."""
     for index in tl.static_range(COUNT):

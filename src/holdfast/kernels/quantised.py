@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from holdfast.kernels.torch_internals import constant_when_compiled
+
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 INT8_STEPS = 127  # a row of bitsandbytes' 8-bit weights is integers times its largest absolute value over this
 
@@ -21,13 +23,10 @@ def is_quantised(weight: Tensor) -> bool:
     return weight.dtype not in FLOATS or not _is_of_torch(kind)
 
 
+@constant_when_compiled
 def _is_of_torch(kind: type) -> bool:
     """Return whether a class of tensors is PyTorch's own (DTensor, fake tensors): those are read as plain tensors."""
     return kind.__module__.split(".")[0] == "torch"
-
-
-# As `torch.compiler.assume_constant_result` does, which would import the compiler with this module.
-_is_of_torch._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def as_float(module: Any, name: str, refusal: str) -> Tensor:

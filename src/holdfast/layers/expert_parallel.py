@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from holdfast.kernels.backward import refuse_second_derivatives
 from holdfast.kernels.dispatch import combine_rows, gather_rows
+from holdfast.kernels.operators import refuse_second_derivatives
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -133,19 +133,14 @@ def return_rows(values: Tensor, exchange: RowExchange) -> Tensor:
 
 def _send(values: Tensor, exchange: RowExchange) -> Tensor:
     used = torch.full((), sum(exchange.sent), device=values.device)
-    return _all_to_all(
-        gather_rows(values.contiguous(), exchange.order, exchange.places, used),
-        exchange.received,
-        exchange.sent,
-        exchange.group,
-    )
+    rows = gather_rows(values.contiguous(), exchange.order, exchange.places, used)
+    return _all_to_all(rows, exchange.received, exchange.sent, exchange.group)
 
 
 def _return(values: Tensor, exchange: RowExchange) -> Tensor:
     used = torch.full((), sum(exchange.sent), device=values.device)
-    return combine_rows(
-        _all_to_all(values.contiguous(), exchange.sent, exchange.received, exchange.group), exchange.places, None, used
-    )
+    rows = _all_to_all(values.contiguous(), exchange.sent, exchange.received, exchange.group)
+    return combine_rows(rows, exchange.places, None, used)
 
 
 def _all_to_all(values: Tensor, coming: list[int], going: list[int], group: dist.ProcessGroup) -> Tensor:

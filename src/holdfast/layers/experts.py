@@ -9,7 +9,6 @@ Slots are sorted by expert, each expert multiplies its rows, and the results are
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +17,8 @@ from torch import Tensor, nn
 from holdfast.errors import unknown_name
 from holdfast.kernels.dispatch import Dispatch, dispatch
 from holdfast.kernels.grouped import gather_mm, mm_combine
-from holdfast.kernels.launching import is_exporting
 from holdfast.kernels.quantised import FLOATS, as_float
+from holdfast.kernels.torch_internals import is_exporting
 from holdfast.layers.expert_parallel import ExpertShards
 
 Activation = Callable[[Tensor], Tensor]
@@ -185,7 +184,7 @@ def run_experts(
     """
     dtype = _compute_dtype(tokens, up)
     if shards is None:
-        out = _run_local(tokens.to(dtype), experts, weights.float(), up, down, up_bias, down_bias, activate, glu, most_rows)
+        out = _run_local(tokens.to(dtype), experts, weights.float(), most_rows, up, down, up_bias, down_bias, activate, glu)
     elif is_exporting():
         raise ValueError(
             "these experts are sharded over ranks, which an exported program cannot use; export the model on one rank."
@@ -193,7 +192,7 @@ def run_experts(
     else:
         up, down = shards.local_part(up), shards.local_part(down)
         up_bias, down_bias = (None if bias is None else shards.local_part(bias) for bias in (up_bias, down_bias))
-        run = partial(_run_shard, up=up, down=down, up_bias=up_bias, down_bias=down_bias, activate=activate, glu=glu)
+        run = partial(_run_local, up=up, down=down, up_bias=up_bias, down_bias=down_bias, activate=activate, glu=glu)
         out = shards.run(run, tokens.to(dtype), experts, weights.float())
     return out if torch.is_autocast_enabled(tokens.device.type) else out.to(tokens.dtype)
 
@@ -202,27 +201,21 @@ def _run_local(
     tokens: Tensor,
     experts: Tensor,
     weights: Tensor,
+    most_rows: int | None,
     up: Tensor,
     down: Tensor,
     up_bias: Tensor | None,
     down_bias: Tensor | None,
     activate: Callable[[Tensor, Dispatch], Tensor],
     glu: str | None,
-    most_rows: int | None = None,
 ) -> Tensor:
     """Run experts that are all on this rank, on tokens in the dtype of the products, with float32 weights."""
     dtype = tokens.dtype
     if is_exporting():
-        out = _run_all_experts(tokens, experts, weights, up.to(dtype), down.to(dtype), up_bias, activate)
-        return out if down_bias is None else out + _mixed_bias(experts, weights, down_bias).to(dtype)
+        return _run_all_experts(tokens, experts, weights, up.to(dtype), down.to(dtype), up_bias, down_bias, activate)
     plan = dispatch(experts, up.shape[0], most_rows)
     hidden = gather_mm(tokens, up.to(dtype), plan, up_bias)
     return mm_combine(hidden, down.to(dtype), weights, plan, activate=activate, glu=glu, bias=down_bias)
-
-
-def _run_shard(tokens: Tensor, experts: Tensor, weights: Tensor, slots: int, **rest: Any) -> Tensor:
-    """Run the experts of this rank on received tokens, of which `slots` slots have one; `rest` is as in `_run_local`."""
-    return _run_local(tokens, experts, weights, most_rows=slots, **rest)
 
 
 def _run_all_experts(
@@ -232,6 +225,7 @@ def _run_all_experts(
     up: Tensor,
     down: Tensor,
     up_bias: Tensor | None,
+    down_bias: Tensor | None,
     activate: Callable[[Tensor, Dispatch], Tensor],
 ) -> Tensor:
     """Run every expert on every token and add the results of the selected ones, for exported programs.
@@ -245,6 +239,7 @@ def _run_all_experts(
     rows = hidden.flatten(0, 1)
     all_used = Dispatch(experts, experts, torch.full((1,), rows.shape[0], device=rows.device))
     outputs = torch.bmm(activate(rows, all_used).view(count, tokens.shape[0], -1), down.transpose(1, 2)).float()
+    outputs = outputs if down_bias is None else outputs + down_bias.float().unsqueeze(1)
     dense = weights.new_zeros(tokens.shape[0], count + 1).scatter_add(1, experts, weights)[:, :count]
     chosen = (experts.unsqueeze(-1) == torch.arange(count, device=experts.device)).any(1)  # (T,E)
     # A weight of 0 is not enough: an expert that was not selected may overflow, and 0 times infinity is NaN.
@@ -265,13 +260,6 @@ def activate_used_rows(hidden: Tensor, plan: Dispatch, activation: Activation) -
 def _compute_dtype(tokens: Tensor, weight: Tensor) -> torch.dtype:
     device = tokens.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-
-
-def _mixed_bias(experts: Tensor, weights: Tensor, bias: Tensor) -> Tensor:
-    """Return sum_s weight_ts bias_{expert_ts}, computed with dense weights (T,E)."""
-    dense = weights.new_zeros(weights.shape[0], bias.shape[0] + 1).scatter_add(1, experts, weights)
-    with torch.autocast(weights.device.type, enabled=False):
-        return dense[:, :-1] @ bias.float()
 
 
 def resolve_activation(activation: str | Activation) -> tuple[str | None, Activation]:

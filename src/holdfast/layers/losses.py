@@ -19,12 +19,10 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from holdfast.kernels.balance import balance_loss
+from holdfast.kernels.balance import OverRanks, balance_loss
 from holdfast.routing import Routing
 from holdfast.routing.parts import TINY, normalise
 from holdfast.routing.state import mean_over_ranks, several_ranks
-
-OverRanks = Callable[[Tensor], Tensor]
 
 
 def single_process_mean(value: Tensor) -> Tensor:
@@ -39,7 +37,7 @@ def balance(routing: Routing, token_mask: Tensor | None = None, over_ranks: Over
     It is 1, without a gradient, if every token uses every expert, as in SoftMoE and SMEAR layers.
     """
     if routing.balance_groups is not None:
-        return _mean_over_groups(_balance, routing, token_mask, over_ranks, _distribution(routing), routing.requested_sets)
+        return _mean_over_groups(_balance, routing, token_mask, over_ranks, normalise(routing.gates), routing.requested_sets)
     real = None if token_mask is None else token_mask.flatten()
     requested = routing.experts if routing.requested is None else routing.requested
     is_alone = over_ranks is single_process_mean or (over_ranks is mean_over_ranks and not several_ranks())
@@ -52,7 +50,7 @@ def _balance(mass: Tensor, chosen: Tensor) -> Tensor:
 
 def importance(routing: Routing, token_mask: Tensor | None = None, over_ranks: OverRanks = single_process_mean) -> Tensor:
     """Return CV^2 over experts of the sum of the normalised gates (Shazeer et al. 2017; survey 2.3)."""
-    return _mean_over_groups(_squared_variation, routing, token_mask, over_ranks, _distribution(routing))
+    return _mean_over_groups(_squared_variation, routing, token_mask, over_ranks, normalise(routing.gates))
 
 
 def load(routing: Routing, token_mask: Tensor | None = None, over_ranks: OverRanks = single_process_mean) -> Tensor:
@@ -64,7 +62,7 @@ def load(routing: Routing, token_mask: Tensor | None = None, over_ranks: OverRan
     def of_means(mass: Tensor, chosen: Tensor) -> Tensor:
         return _squared_variation(chosen + mass - mass.detach())
 
-    return _mean_over_groups(of_means, routing, token_mask, over_ranks, _distribution(routing), routing.requested_sets)
+    return _mean_over_groups(of_means, routing, token_mask, over_ranks, normalise(routing.gates), routing.requested_sets)
 
 
 def z(routing: Routing, token_mask: Tensor | None = None, over_ranks: OverRanks = single_process_mean) -> Tensor:
@@ -78,7 +76,7 @@ def entropy(routing: Routing, token_mask: Tensor | None = None, over_ranks: Over
 
     The survey (4.2) maximises the entropy; this has the sign of a loss.
     """
-    gates = _distribution(routing)
+    gates = normalise(routing.gates)
     entropies = -(gates * gates.clamp_min(TINY).log()).sum(-1, keepdim=True)
     (mean,) = _means(token_mask, over_ranks, entropies)
     return math.log(gates.shape[-1]) - mean.squeeze()
@@ -104,32 +102,12 @@ class Losses:
                     f"the coefficient of {term.name} is {getattr(self, term.name)}; it must be finite and not negative."
                 )
 
-    @property
-    def balance_alone(self) -> float | None:
-        """The coefficient of `balance` if that is the only loss, computed as here; else None.
-
-        Then a kernel may compute the loss. A subclass, a function in the place of `__call__`, and a coefficient that is a
-        tensor mean something else.
-        """
-        others = self.importance or self.load or self.z or self.entropy
-        if others or not self.balance or not isinstance(self.balance, int | float):
-            return None
-        is_own = type(self) is Losses and Losses.__call__ is _CALL and TERMS["balance"] is balance
-        return float(self.balance) if is_own else None
-
     def __call__(
         self, routing: Routing, token_mask: Tensor | None = None, over_ranks: OverRanks = mean_over_ranks
     ) -> Mapping[str, Tensor]:
         """Return the weighted losses of the tokens of all ranks by name, ready to be added to the training loss."""
         weights = {name: getattr(self, name) for name in TERMS if getattr(self, name) != 0}
         return {name: weight * TERMS[name](routing, token_mask, over_ranks) for name, weight in weights.items()}
-
-
-_CALL = Losses.__call__
-
-
-def _distribution(routing: Routing) -> Tensor:
-    return normalise(routing.gates)
 
 
 def _means(token_mask: Tensor | None, over_ranks: OverRanks, *values: Tensor) -> tuple[Tensor, ...]:

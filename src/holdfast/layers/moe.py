@@ -1,13 +1,21 @@
-"""Layers with a router and experts: the MoE layer, and the base class of all.
+"""Layers with a router and experts.
 
-y = experts(x, routing) + shared(x)
+    MoE         y = experts(x, routing) + shared(x)
+    SoftMoE     Y = C f(D^T X): experts run on slots, which are weighted means of a sequence's tokens
+    SMEAR       Y = f_theta(X), theta = sum_e g_e theta_e: all experts are merged into one for each sequence
+
+In the last two every token uses every expert, and neither is causal.
+
+B sequences of N tokens, width d, E experts with p slots each
 """
 
 from abc import ABC, abstractmethod
 from typing import ClassVar, final
 
+import torch
 from torch import Tensor, nn
 
+from holdfast.kernels.torch_internals import is_exporting
 from holdfast.layers.experts import Activation, Experts, resolve_activation
 from holdfast.routing import Context, Router, Routing
 from holdfast.routing.declarations import LayerKind
@@ -40,15 +48,14 @@ class RoutedLayer(nn.Module, ABC):
         self.router, self.experts, self.shared = router, experts, shared
 
     def forward(self, tokens: Tensor, context: Context | None = None) -> tuple[Tensor, Routing]:
-        if context is not None and context.causal and self.router.select.declares.refuses_causal:
+        context = context or Context()
+        if context.causal and self.router.select.declares.refuses_causal:
             raise ValueError(not_causal(LAYER_NAMES[self.kind]))
-        if context is not None and context.token_mask is not None:
+        if context.token_mask is not None:
             tokens = context.zero_unusable(tokens.view(*context.token_mask.shape, -1)).view(tokens.shape)
         routing: Routing = self.router(tokens, context)
-        real = None if context is None else context.token_mask
-        replays = context is not None and context.replayed is not None
-        most_rows = None if replays else self.router.select.most_rows(routing.experts.shape[0])
-        out = self.run(self.experts, tokens, routing, routing.weights, real, most_rows)
+        most_rows = None if context.replayed is not None else self.router.select.most_rows(routing.experts.shape[0])
+        out = self.run(self.experts, tokens, routing, routing.weights, context.token_mask, most_rows)
         if self.shared is not None:
             out = out + self.shared(tokens)
         return out, routing
@@ -56,12 +63,7 @@ class RoutedLayer(nn.Module, ABC):
     @staticmethod
     @abstractmethod
     def run(
-        experts: Experts,
-        tokens: Tensor,
-        routing: Routing,
-        weights: Tensor,
-        real: Tensor | None,
-        most_rows: int | None = None,
+        experts: Experts, tokens: Tensor, routing: Routing, weights: Tensor, real: Tensor | None, most_rows: int | None
     ) -> Tensor:
         """Return the outputs of `experts` for `tokens (B,N,d)`, with `weights (T,K)` in the place of the routing's.
 
@@ -89,16 +91,71 @@ class MoE(RoutedLayer):
 
     @staticmethod
     def run(
-        experts: Experts,
-        tokens: Tensor,
-        routing: Routing,
-        weights: Tensor,
-        real: Tensor | None,
-        most_rows: int | None = None,
+        experts: Experts, tokens: Tensor, routing: Routing, weights: Tensor, real: Tensor | None, most_rows: int | None
     ) -> Tensor:
         limit = {} if most_rows is None else {"most_rows": most_rows}  # experts of one's own need not know it
         out: Tensor = experts(tokens.reshape(-1, tokens.shape[-1]), routing.experts, weights, **limit)
         return out.view(tokens.shape)
+
+
+@final
+class SoftMoE(RoutedLayer):
+    """Y = C f(D^T X) + shared(X): each expert runs on its p slots, which are means of the tokens (Puigcerver et al. 2024).
+
+    D and C are those of the router: `holdfast.create_router("softmoe", dim=, experts=, slots=p)`, or "softmoe+symphony",
+    "softmoe+ac". The weight of a slot in C is the weight of its expert times the share of the slot. The routing has K = E:
+    all experts, sorted by weight. A sequence without a real token gets 0.
+    """
+
+    kind = "soft"
+
+    @staticmethod
+    def run(
+        experts: Experts, tokens: Tensor, routing: Routing, weights: Tensor, real: Tensor | None, most_rows: int | None
+    ) -> Tensor:
+        assert routing.dispatch is not None and routing.shares is not None
+        (sequences, length, dim), (_, count, slots) = tokens.shape, routing.shares.shape
+        dispatch = routing.dispatch.flatten(1)
+        if is_exporting():  # torch 2.13 cannot export views that first join and then split dimensions of unknown size
+            dispatch = dispatch.clone(memory_format=torch.contiguous_format)
+        dispatch = dispatch.view(sequences, length, count * slots)
+        mixed = torch.bmm(dispatch.transpose(1, 2).to(tokens.dtype), tokens)
+        # The rows of one expert are adjacent: (E,B,p).
+        rows = mixed.reshape(sequences, count, slots, dim).transpose(0, 1).reshape(-1, dim)
+        index = (torch.arange(rows.shape[0], device=rows.device) // max(sequences * slots, 1)).unsqueeze(1)
+        outputs = experts(rows, index, torch.ones_like(index, dtype=torch.float32))
+        outputs = outputs.reshape(count, sequences, slots, dim).transpose(0, 1).reshape(sequences, count * slots, dim)
+        dense = torch.zeros_like(routing.gates).scatter(1, routing.experts, weights)
+        combine = (dense.unsqueeze(-1) * routing.shares).reshape(sequences, length, count * slots)
+        return torch.bmm(combine.to(outputs.dtype), outputs)
+
+
+@final
+class SMEAR(RoutedLayer):
+    """Y = f_theta(X) + shared(X), theta = sum_e g_e theta_e: one merged expert for each sequence (Muqeeth et al. 2024).
+
+    The router is `holdfast.create_router("smear", dim=, experts=)`. Merging takes memory for one expert for each sequence.
+    """
+
+    kind = "smear"
+
+    @staticmethod
+    def run(
+        experts: Experts, tokens: Tensor, routing: Routing, weights: Tensor, real: Tensor | None, most_rows: int | None
+    ) -> Tensor:
+        dense = torch.zeros_like(routing.gates).scatter(1, routing.experts, weights).unflatten(0, tokens.shape[:2])
+        # All tokens of a sequence have the same gates. Padding that contains NaN has no gradient: take a real token.
+        if tokens.shape[1] == 0:
+            gates = dense.sum(1)
+        elif real is None:
+            gates = dense[:, 0]
+        else:
+            first = real.int().argmax(1).view(-1, 1, 1).expand(-1, 1, dense.shape[-1])
+            gates = dense.gather(1, first).squeeze(1)
+        return experts.run_merged(tokens, gates)
+
+
+LAYERS: dict[LayerKind, type[RoutedLayer]] = {"moe": MoE, "soft": SoftMoE, "smear": SMEAR}
 
 
 def name_layers(model: nn.Module) -> nn.Module:

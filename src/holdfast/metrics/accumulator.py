@@ -52,7 +52,9 @@ class Accumulator(ABC, Generic[Result]):
 
     def _add(self, **amounts: Tensor | float) -> None:
         """Add all amounts; raise ValueError and add none if a shape does not fit."""
-        added = {name: _float64(amount) for name, amount in amounts.items()}
+        added = {
+            name: torch.as_tensor(amount, dtype=torch.float64, device="cpu").detach() for name, amount in amounts.items()
+        }
         for name, amount in added.items():
             if name in self._sums and self._sums[name].shape != amount.shape:
                 raise ValueError(
@@ -74,10 +76,6 @@ class Accumulator(ABC, Generic[Result]):
         return float(self._sums[name]) / per
 
 
-def _float64(amount: Tensor | float) -> Tensor:
-    return amount.detach().cpu().double() if isinstance(amount, Tensor) else torch.tensor(amount, dtype=torch.float64)
-
-
 def real_rows(values: Tensor, token_mask: Tensor | None) -> Tensor:
     """Return the rows of `values (T, ...)` that belong to real tokens."""
     if token_mask is None:
@@ -94,16 +92,3 @@ def real_rows(values: Tensor, token_mask: Tensor | None) -> Tensor:
 def only_real(routing: Routing, token_mask: Tensor | None, device: torch.device | None = None) -> Routing:
     """Return the rows of real tokens, detached and without losses; moved to `device` if given."""
     return routing.map_tokens(lambda rows: real_rows(rows.detach(), token_mask).to(device or rows.device))
-
-
-def selection_only(routing: Routing) -> Routing:
-    """Return experts and weights only, to save memory: logits and gates become one expanded zero of their shape."""
-    gates = routing.gates.new_zeros(()).expand(routing.gates.shape)
-    return Routing(gates, gates, routing.experts.detach(), routing.weights.detach())
-
-
-def same_padding(one: Tensor | None, other: Tensor | None) -> bool:
-    """Return whether two token masks are equal."""
-    if one is None or other is None:
-        return one is other
-    return torch.equal(one, other.to(one.device))

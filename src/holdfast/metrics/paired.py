@@ -2,29 +2,252 @@
 
 An interval has two sources: other seeds would train other models, and other test examples would give other figures. The
 seeds share one test set, so neither source contains the other. Let h_s = t_(n-1) s / sqrt(n) over n seeds, and let the
-interval over examples of the mean over seeds (`per_example`) reach h_e from it. Then each end is sqrt(h_s^2 + h_e^2) away:
+interval over examples of the mean over seeds reach h_e from it. Then each end is sqrt(h_s^2 + h_e^2) away:
 
     3 seeds or more   "seeds and examples": the only interval from which a difference may be claimed
     fewer             "these models only": the interval over examples
     no examples       "these examples only": Student's t over 3 seeds or more, where results of single examples are not known
+
+The interval over examples follows from what a trained model got on each test example (`PerExample`):
+
+    Shares        of wrong answers: Wilson's interval, and Newcombe's of a paired difference (method 10 of "Improved
+                  confidence intervals for the difference between binomial proportions based on paired data", 1998)
+    Blocks        losses of blocks of text: Student's t over blocks, for perplexities by the delta method
+    Predictions   for metrics of all labels together (F1, correlations): percentiles over examples drawn with replacement
+
+The models of one router, one for each seed, share the test examples. So their values are averaged example by example before
+the interval is computed: it does not shrink as if each seed had examples of its own.
+
+n examples
 """
 
 import math
 import statistics
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, Self, final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from holdfast.metrics.per_example import Blocks, Interval, read_per_example, t_quantile
+from holdfast.errors import require_extra
+from holdfast.metrics.tasks import label_metric
 
+CONFIDENCE = 0.95
+DIGITS = 6  # of stored numbers, after the point
 FEWEST_SEEDS = 3  # of which the spread between seeds is estimated
+RESAMPLES = 1000
 
+Interval = tuple[float, float]
+Numbers = npt.NDArray[np.float64]  # (n,)
 Over = Literal["seeds and examples", "these models only", "these examples only"]
+EVERYTHING: Over = "seeds and examples"  # the only interval from which something may be claimed
 Score = Mapping[str, Any]  # of a model, as stored: "figure", and under "per_example" the results of single examples
+
+
+def t_quantile(freedom: float) -> float:
+    """Return t with P(|T| <= t) = 0.95 for Student's t; infinitely many degrees of freedom are the normal distribution."""
+    require_extra("computing intervals", "scipy")
+    from scipy.special import ndtri, stdtrit
+
+    half = (1 + CONFIDENCE) / 2
+    return float(ndtri(half) if math.isinf(freedom) else stdtrit(freedom, half))
+
+
+class PerExample(ABC):
+    """The results of one model on every test example (abstract)."""
+
+    @property
+    @abstractmethod
+    def bounds(self) -> Interval:
+        """The smallest and the largest possible value of the figure."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def stored(self) -> dict[str, Any]:
+        """Return what to store as JSON, for `read_per_example`."""
+
+    @classmethod
+    @abstractmethod
+    def interval(cls, models: Sequence[Self], baseline: Sequence[Self] = ()) -> Interval | None:
+        """Return the interval over examples of the mean figure of these models; None if it is not defined.
+
+        With the models of a `baseline`, it is the interval of the mean figure minus that of the baseline, paired by example.
+        """
+
+
+@final
+@dataclass(frozen=True)
+class Shares(PerExample):
+    """The share of wrong answers to each example, 0 or 1 if there is one answer; the figure is 100 times their mean."""
+
+    wrong: Numbers
+    bounds = (0.0, 100.0)
+
+    def __len__(self) -> int:
+        return len(self.wrong)
+
+    def stored(self) -> dict[str, Any]:
+        if not np.isin(self.wrong, (0, 1)).all():
+            return {"shares": self.wrong.round(DIGITS).tolist()}
+        return {"wrong": np.packbits(self.wrong.astype(bool)).tobytes().hex(), "examples": len(self)}
+
+    @classmethod
+    def interval(cls, models: Sequence[Self], baseline: Sequence[Self] = ()) -> Interval:
+        shares, *others = (np.mean([one.wrong for one in each], axis=0) for each in (models, baseline) if each)
+        low, high = newcombe(others[0], shares, seeds=len(models)) if others else _wilson(shares, len(models))
+        return 100 * low, 100 * high
+
+
+def wilson(share: float, count: float) -> Interval:
+    """Return Wilson's interval of a share among `count` examples."""
+    z = t_quantile(math.inf)
+    centre = (share + z**2 / (2 * count)) / (1 + z**2 / count)
+    half = z * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2) / (1 + z**2 / count)
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def _wilson(shares: Numbers, seeds: int) -> Interval:
+    """Return Wilson's interval of the mean of shares, which are means over seeds.
+
+    Means over seeds vary less than zeros and ones, so they count as more examples: n p (1 - p) / variance, at most n seeds.
+    """
+    share, variance = float(shares.mean()), float(shares.var())
+    most, count = seeds * len(shares), len(shares) * share * (1 - share)
+    return wilson(share, min(most, count / variance) if variance > 0 else most if count > 0 else len(shares))
+
+
+def newcombe(before: Numbers, after: Numbers, *, seeds: int = 1) -> Interval:
+    """Return Newcombe's interval of the mean of `after` minus that of `before`, shares of the same examples.
+
+    With Wilson's intervals (l, u) of both means p and the correlation r over examples, the lower end is p_a - p_b -
+    sqrt((p_a - l_a)^2 - 2 r (p_a - l_a) (u_b - p_b) + (u_b - p_b)^2). A positive covariance is lowered by 1 / 2n first, at
+    most to 0.
+    """
+    (low_b, high_b), (low_a, high_a) = _wilson(before, seeds), _wilson(after, seeds)
+    mean_b, mean_a = float(before.mean()), float(after.mean())
+    covariance = float(((before - mean_b) * (after - mean_a)).mean())
+    if covariance > 0:
+        covariance = max(0.0, covariance - 1 / (2 * len(before)))
+    spread = float(before.std() * after.std())
+    correlation = covariance / spread if spread > 0 else 0.0
+
+    def width(one: float, other: float) -> float:
+        return math.sqrt(max(0.0, one**2 - 2 * correlation * one * other + other**2))
+
+    mean = mean_a - mean_b
+    return mean - width(mean_a - low_a, high_b - mean_b), mean + width(high_a - mean_a, mean_b - low_b)
+
+
+@final
+@dataclass(frozen=True)
+class Blocks(PerExample):
+    """Sums of losses over the words of each block of text; the figure is their mean per word, or its exponential."""
+
+    losses: Numbers
+    words: Numbers
+    perplexity: bool = True
+
+    @property
+    def bounds(self) -> Interval:
+        return (1.0 if self.perplexity else -math.inf), math.inf
+
+    @property
+    def mean(self) -> float:
+        """The mean loss per word."""
+        return float(self.losses.sum() / self.words.sum())
+
+    def __len__(self) -> int:
+        return len(self.losses)
+
+    def stored(self) -> dict[str, Any]:
+        words = self.words.astype(int).tolist()
+        return {"losses": self.losses.round(DIGITS).tolist(), "words": words, "perplexity": self.perplexity}
+
+    @classmethod
+    def interval(cls, models: Sequence[Self], baseline: Sequence[Self] = ()) -> Interval | None:
+        """Return f -+ t sqrt(B / (B - 1) sum z_b^2), f the figure and z its `_influence` of B blocks; None for one block."""
+        figure = sum(one._figure for one in models) / len(models)
+        influence: Numbers = np.mean([one._influence for one in models], axis=0)
+        if baseline:
+            figure -= sum(one._figure for one in baseline) / len(baseline)
+            influence = influence - np.mean([one._influence for one in baseline], axis=0)
+        blocks = len(influence)
+        if blocks < 2:
+            return None
+        half = t_quantile(blocks - 1) * math.sqrt(blocks / (blocks - 1) * float((influence**2).sum()))
+        return figure - half, figure + half
+
+    @property
+    def _figure(self) -> float:
+        return math.exp(self.mean) if self.perplexity else self.mean
+
+    @property
+    def _influence(self) -> Numbers:
+        """How much each block moves the figure from its mean: f'(m) (s_b - m n_b) / sum n_b."""
+        slope = math.exp(self.mean) if self.perplexity else 1.0
+        return slope * (self.losses - self.mean * self.words) / self.words.sum()
+
+
+@final
+@dataclass(frozen=True)
+class Predictions(PerExample):
+    """Predicted and right labels; the figure is a metric of all of them."""
+
+    metric: str
+    predicted: npt.NDArray[Any]
+    labels: npt.NDArray[Any]
+
+    @property
+    def bounds(self) -> Interval:
+        return (0.0 if "f1" in self.metric else -1.0), 1.0
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def stored(self) -> dict[str, Any]:
+        return {"metric": self.metric, "predicted": self.predicted.tolist(), "labels": self.labels.tolist()}
+
+    @classmethod
+    def interval(cls, models: Sequence[Self], baseline: Sequence[Self] = ()) -> Interval | None:
+        """Return None if there are fewer than two examples, or if the metric is not defined for half of the draws."""
+        examples = len(models[0])
+        if examples < 2:
+            return None
+        draw, figures = np.random.default_rng(0), []
+        for _ in range(RESAMPLES):
+            drawn = draw.integers(examples, size=examples)
+            means = [
+                np.mean([label_metric(one.metric, one.predicted[drawn], one.labels[drawn]) for one in each])
+                for each in (models, baseline)
+                if each
+            ]
+            figures.append(means[0] - means[1] if baseline else means[0])
+        defined = np.array(figures)[np.isfinite(figures)]
+        if len(defined) < RESAMPLES // 2:
+            return None
+        low, high = np.quantile(defined, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+        return float(low), float(high)
+
+
+def read_per_example(stored: Mapping[str, Any] | None) -> PerExample | None:
+    """Return what `PerExample.stored` returned; None for None."""
+    if stored is None:
+        return None
+    if "wrong" in stored:
+        packed = np.frombuffer(bytes.fromhex(stored["wrong"]), dtype=np.uint8)
+        return Shares(np.unpackbits(packed, count=stored["examples"]).astype(np.float64))
+    if "shares" in stored:
+        return Shares(np.array(stored["shares"], dtype=np.float64))
+    if "losses" in stored:
+        losses, words = (np.array(stored[key], dtype=np.float64) for key in ("losses", "words"))
+        return Blocks(losses, words, stored["perplexity"])
+    return Predictions(stored["metric"], np.array(stored["predicted"]), np.array(stored["labels"]))
 
 
 @dataclass(frozen=True)
@@ -38,34 +261,48 @@ class Difference:
     over: Over | None = None  # None: there is no interval
 
     @property
-    def differs(self) -> bool | None:
-        """Whether the interval excludes 0; None if nothing may be claimed, because it does not cover seeds and examples."""
-        if self.low is None or self.high is None or self.over != "seeds and examples":
-            return None
-        return not self.low <= 0 <= self.high
+    def kind(self) -> Literal["lower", "higher", "same", "unknown"]:
+        """What may be claimed: "unknown" unless there is an interval over seeds and examples."""
+        if self.low is None or self.high is None or self.over != EVERYTHING:
+            return "unknown"
+        return "lower" if self.high < 0 else "higher" if self.low > 0 else "same"
 
     @property
-    def shows(self) -> float | None:
+    def shows(self) -> float:
         """Half the width of the interval: a difference above it would have been shown."""
-        return None if self.low is None or self.high is None else (self.high - self.low) / 2
+        assert self.low is not None and self.high is not None
+        return (self.high - self.low) / 2
+
+    def __neg__(self) -> "Difference":
+        """Return baseline - other."""
+        low, high = (None if end is None else 0.0 - end for end in (self.high, self.low))  # 0, not -0
+        return replace(self, mean=0.0 - self.mean, low=low, high=high)
 
     @property
     def words(self) -> str:
         """The difference as text: `+1.2 (95% interval +0.8 to +1.6, 3 seeds)`, or `no difference (...)`."""
         if self.low is None or self.high is None:
             return f"{self.mean:+.4g}, no interval"
-        interval = f"95% interval {self.low:+.4g} to {self.high:+.4g}"
-        if self.over == "these models only":
-            return f"{self.mean:+.4g} ({interval}, {self.over})"
-        seeds = f"{self.seeds} seeds"
-        if self.over == "these examples only":
-            return f"{self.mean:+.4g} ({interval}, {seeds}, {self.over})"
-        if self.differs:
-            return f"{self.mean:+.4g} ({interval}, {seeds})"
-        return f"no difference ({interval}, {seeds}; above {self.shows:.2g} would show)"
+        notes = [f"95% interval {self.low:+.4g} to {self.high:+.4g}"]
+        notes += [] if self.over == "these models only" else [f"{self.seeds} seeds"]
+        notes += [] if self.over == EVERYTHING else [str(self.over)]
+        if self.kind == "same":
+            return f"no difference ({', '.join(notes)}; above {self.shows:.2g} would show)"
+        return f"{self.mean:+.4g} ({', '.join(notes)})"
 
-    def __str__(self) -> str:
-        return self.words
+    def brief(self, digits: int) -> str:
+        """Return the difference as text in two or three lines, for a narrow column."""
+        if self.low is None or self.high is None:
+            return f"{self.mean:+.{digits}f}, no interval"
+        only = "" if self.over == EVERYTHING else f",\n{self.over}"
+        mean = "no difference" if self.kind == "same" else f"{self.mean:+.{digits}f}"
+        return f"{mean}\n({self.low:+.{digits - 1}f} to {self.high:+.{digits - 1}f}){only}"
+
+    def change(self, unit: str) -> tuple[str, str]:
+        """Return the verb, and the size with its interval, of a difference that may be claimed."""
+        assert self.low is not None and self.high is not None
+        verb, low, high = ("lowered", -self.high, -self.low) if self.mean < 0 else ("raised", self.low, self.high)
+        return verb, f"{abs(self.mean):.3g}{unit} (95% interval {low:.3g} to {high:.3g})"
 
     def summary(self) -> dict[str, Any]:
         """Return what to store as JSON."""
@@ -101,7 +338,7 @@ def paired(
         return Difference(mean, None, None, seeds)
     below, above = (0.0, 0.0) if examples is None else (mean - examples[0], examples[1] - mean)
     low, high = mean - math.hypot(over_seeds, below), mean + math.hypot(over_seeds, above)
-    over: Over = "seeds and examples" if seeds >= FEWEST_SEEDS else "these models only"
+    over: Over = EVERYTHING if seeds >= FEWEST_SEEDS else "these models only"
     return Difference(
         mean, max(low, bounds[0]), min(high, bounds[1]), seeds, "these examples only" if examples is None else over
     )
@@ -109,20 +346,20 @@ def paired(
 
 def level_of(scores: Sequence[Score]) -> Difference | None:
     """Return the mean figure of the models of one router, with its interval; None if one of them has no figure."""
-    figures = [score.get("figure") for score in scores]
-    if not figures or None in figures:
-        return None
-    examples, bounds = over_examples(scores)
-    return paired([0.0] * len(figures), figures, examples=examples, bounds=bounds)  # type: ignore[arg-type]
+    return _mean_figure(scores)
 
 
 def difference_of(before: Sequence[Score], after: Sequence[Score]) -> Difference | None:
     """Return the difference of two routers, paired by seed and by example; None if a model has no figure."""
-    figures = [[score.get("figure") for score in scores] for scores in (before, after)]
-    if not before or None in (*figures[0], *figures[1]):
+    return _mean_figure(after, before)
+
+
+def _mean_figure(models: Sequence[Score], *baselines: Sequence[Score]) -> Difference | None:
+    figures, *others = ([score.get("figure") for score in scores] for scores in (models, *baselines))
+    if not figures or None in (*figures, *(figure for other in others for figure in other)):
         return None
-    examples, bounds = over_examples(before, after)
-    return paired(*figures, examples=examples, bounds=bounds)  # type: ignore[arg-type]
+    examples, bounds = over_examples(*baselines, models)
+    return paired(others[0] if others else [0.0] * len(figures), figures, examples=examples, bounds=bounds)  # type: ignore[arg-type]
 
 
 def over_examples(*routers: Sequence[Score]) -> tuple[Interval | None, Interval]:
@@ -135,10 +372,9 @@ def over_examples(*routers: Sequence[Score]) -> tuple[Interval | None, Interval]
     kinds = {(type(one), len(one)) for scores in each for one in scores}
     if each != found or len(kinds) != 1:
         return None, (-math.inf, math.inf)
-    kind, (low, high) = type(each[0][0]), each[0][0].bounds
-    if len(each) == 1:
-        return kind.level(each[0]), (low, high)
-    return kind.difference(*each), (low - high, high - low)
+    low, high = each[0][0].bounds
+    interval = type(each[0][0]).interval(*reversed(each))
+    return interval, (low, high) if len(each) == 1 else (low - high, high - low)
 
 
 @dataclass(frozen=True)
@@ -160,7 +396,7 @@ class Cost:
         if self.low is None or self.high is None:
             return f"{math.expm1(self.mean):+.2%}, no interval"
         low, high = math.expm1(self.low), math.expm1(self.high)
-        only = f", {self.over}" if self.over != "seeds and examples" else ""
+        only = f", {self.over}" if self.over != EVERYTHING else ""
         return f"{math.expm1(self.mean):+.2%} (95% interval {low:+.2%} to {high:+.2%}{only})"
 
     def summary(self) -> dict[str, Any]:
@@ -187,11 +423,5 @@ def cost_of_attack(clean: Blocks, attacked: Blocks) -> Cost | None:
     rise = Blocks((attacked.losses - clean.losses)[kept], clean.words[kept], perplexity=False)
     if not len(rise) or not np.isfinite(rise.losses).all():
         return None
-    found = paired([0.0], [rise.mean], examples=Blocks.level([rise]))
+    found = paired([0.0], [rise.mean], examples=Blocks.interval([rise]))
     return Cost(found.mean, found.low, found.high, found.over, rise)
-
-
-def cost_over_seeds(costs: Sequence[Score]) -> Cost | None:
-    """Return the mean cost of stored costs, one for each seed, with its interval; None if one is not known."""
-    found = level_of(costs)
-    return None if found is None else Cost(found.mean, found.low, found.high, found.over)

@@ -15,7 +15,7 @@ from torch import Tensor
 from holdfast.errors import unknown_name
 from holdfast.metrics.accumulator import Accumulator
 from holdfast.metrics.tasks import Perplexity, in_top_k, token_nll
-from holdfast.plugins import Registry, check_name, watch
+from holdfast.plugins import Registry, check_name, takes, watch
 
 Of = Literal["logits", "losses"]
 Better = Literal["higher", "lower"]
@@ -70,30 +70,21 @@ def register_metric(name: str, *, of: Of, about: str, better: Better = "higher")
     """
 
     def add(measured: Function) -> Function:
-        if inspect.isclass(measured) and not all(callable(getattr(measured, one, None)) for one in ("update", "result")):
-            raise ValueError(f"metric {name!r}: the class {measured.__name__} needs the methods update and result.")
         metric = Metric(name, about, of, better, measured)
         inputs = ("logits", "labels") if of == "logits" else ("losses",)
-        called: Any = measured
-        if inspect.isclass(measured):
-            if not _takes(measured, 0):
+        is_class, called = inspect.isclass(measured), measured
+        if is_class:
+            if not all(callable(getattr(measured, method, None)) for method in ("update", "result")):
+                raise ValueError(f"metric {name!r}: the class {measured.__name__} needs the methods update and result.")
+            if not takes(measured, 0):
                 raise ValueError(f"metric {name!r}: the class {measured.__name__} must need no arguments.")
-            called = getattr(measured, "update", None)
-        if not _takes(called, len(inputs) + inspect.isclass(measured)):  # a method also takes its object
+            called = measured.update  # type: ignore[attr-defined]
+        if not takes(called, len(inputs) + is_class):  # a method also takes its object
             raise ValueError(f"metric {name!r}: it is called with {' and '.join(inputs)}, which it does not take.")
         METRICS.add(metric)
         return measured
 
     return add
-
-
-def _takes(function: Callable[..., Any], count: int) -> bool:
-    """Return whether a function can be called with so many arguments."""
-    try:
-        inspect.signature(function).bind(*[None] * count)
-    except TypeError:
-        return False
-    return True
 
 
 class RowMean(Accumulator[float]):

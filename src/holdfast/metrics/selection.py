@@ -1,5 +1,7 @@
 """Routing metrics of one layer: which experts are selected, how often, together with which others, and with what weight.
 
+Of one run:
+
 CoSelection         which experts are selected together, and how well that connects them
 GateEntropy         how undecided a router is
 LayerInstability    whether tokens that share an expert in one layer still share one in the next
@@ -7,6 +9,11 @@ ExpertLoad          how evenly tokens are distributed over experts
 ExpertsPerToken     how many experts a token uses
 WeightSums          what the gate weights of a token sum to
 DroppedExperts      how many experts tokens lose to a limit
+
+Of two runs over the same tokens, two checkpoints, or clean and perturbed inputs:
+
+RoutingChanges      how many tokens change their selected set or their first expert, and how much weights change
+PredictionStability how many predictions stay the same
 """
 
 from dataclasses import dataclass
@@ -66,13 +73,6 @@ class GateEntropy(Accumulator[float]):
 
     def result(self) -> float:
         return self._mean("entropy")
-
-    def ratio(self, baseline: "GateEntropy") -> float:
-        """Return the entropy over that of the baseline's layer (Mutual-Inform, Figure 2); below 1 is more decided."""
-        reference = baseline.result()
-        if reference == 0:
-            raise ValueError("the baseline's gates have entropy 0, so that the ratio is not defined.")
-        return self.result() / reference
 
 
 class LayerInstability(Accumulator[float]):
@@ -199,3 +199,74 @@ class DroppedExperts(Accumulator[Dropped]):
         empty = self._mean("empty")
         asked = float(self._sums["asked"])
         return Dropped(float(self._sums["dropped"]) / asked if asked else 0.0, empty)
+
+
+@dataclass(frozen=True)
+class Changes:
+    fluctuation: float  # share of tokens that flip (Mutual-Inform, Figure 2: between checkpoints)
+    consistency: float  # share of tokens that keep their selected set (survey 5.2: under a perturbation)
+    first_flips: float  # share of tokens whose expert with the largest weight changes
+    weight_change: float  # mean over tokens of sum_e |w_te - w'_te|, w = 0 for experts that are not selected
+
+
+class RoutingChanges(Accumulator[Changes]):
+    """Shares of tokens whose selected set or first expert differs between two routings, and the L1 distance of weights.
+
+    The two may have different numbers of slots. With `k`, only the k experts with the largest weights are compared: smooth
+    top-k adds and drops experts at weight 0, which is no flip, so its own k makes it comparable to top-k.
+    """
+
+    def __init__(self, k: int | None = None) -> None:
+        super().__init__()
+        if k is not None and k < 1:
+            raise ValueError(f"k is {k}; it must be at least 1, or None for whole sets.")
+        self.k = k
+
+    @property
+    def settings(self) -> tuple[object, ...]:
+        return (self.k,)
+
+    def update(self, before: Routing, after: Routing, token_mask: Tensor | None = None) -> None:
+        if before.gates.shape != after.gates.shape:
+            raise ValueError(
+                "the two routings have {} tokens x {} experts and {} x {}; ".format(*before.gates.shape, *after.gates.shape)
+                + "expected the same tokens, in layers with the same number of experts."
+            )
+        before, after = only_real(before, token_mask), only_real(after, token_mask, before.experts.device)
+        changed = set_changes(before, after, self.k)
+        weights = (before.dense_weights.double() - after.dense_weights.double()).abs()
+        self._add(
+            tokens=changed.shape[0],
+            changed=changed.sum(),
+            flipped=(before.experts[:, 0] != after.experts[:, 0]).sum(),
+            weights=weights.sum(),
+        )
+
+    def result(self) -> Changes:
+        changed = self._mean("changed")
+        return Changes(changed, 1 - changed, self._mean("flipped"), self._mean("weights"))
+
+
+def set_changes(before: Routing, after: Routing, k: int | None = None) -> Tensor:
+    """Return (T,) bool: which tokens flip; with `k`, compare the k experts with the largest weights."""
+    return (_sets(before, k) != _sets(after, k)).any(-1)
+
+
+class PredictionStability(Accumulator[float]):
+    """The share of predictions that a perturbation does not change, 1 - mean [y(x) != y(x + delta)] (survey 5.2)."""
+
+    def update(self, before: Tensor, after: Tensor, token_mask: Tensor | None = None) -> None:
+        """Add predicted classes or tokens of the same shape (...), for example `logits.argmax(-1)`."""
+        if before.shape != after.shape:
+            raise ValueError(f"predictions have shapes {tuple(before.shape)} and {tuple(after.shape)}; they must be equal.")
+        same = real_rows((before == after.to(before.device)).reshape(-1), token_mask)
+        self._add(same=same.sum(), predictions=same.numel())
+
+    def result(self) -> float:
+        return self._mean("same", "predictions")
+
+
+def _sets(routing: Routing, k: int | None) -> Tensor:
+    if k is None:
+        return routing.chosen
+    return Routing(routing.logits, routing.gates, routing.experts[:, :k], routing.weights[:, :k]).chosen

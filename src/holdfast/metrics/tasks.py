@@ -1,23 +1,47 @@
 """Metrics of tasks: how well a model predicts tokens or classifies images.
 
-    Accuracy                                    whether the right class is among the k largest logits
-    Perplexity, WordPerplexity, BitsPerByte     the same sum of negative log-likelihoods per token, word or byte
-    AnomalyPrecision                            detection of unknown classes, as ImageNet-O defines it
-    MeanCorruptionError                         errors under common corruptions, relative to a baseline's
+    Accuracy                  whether the right class is among the k largest logits
+    Perplexity                exp of the mean negative log-likelihood of a token
+    AnomalyPrecision          detection of unknown classes, as ImageNet-O defines it
+    mean_corruption_error     errors under common corruptions, relative to a baseline's
 
-Values per word or per byte can be compared between tokenisers; values per token cannot, because tokens differ.
+and of predicted labels, as GLUE asks for them (`LABEL_METRICS`):
+
+    accuracy        share of examples with the right class
+    f1              2 tp / (2 tp + fp + fn) of class 1, the positive one; two classes only
+    macro_f1        mean of the F1 of each class
+    matthews        correlation of predicted and right classes (Gorodkin 2004), from -1 to 1
+    pearson         correlation of predicted and right numbers
+    spearman        Pearson's correlation of their ranks; equal numbers share the mean of their ranks
+
+What the definitions of these leave open, as in scikit-learn:
+
+    a label of -100             the example is skipped
+    F1 without tp, fp and fn    0
+    macro F1                    classes that are neither predicted nor right for any example are left out
+    constant predictions        Matthews is 0; Pearson and Spearman are not defined, and are NaN
+
+scikit-learn's own F1 and Matthews take 3 ms a call, 100 times as long as these, and an interval takes thousands of calls.
+
+C classes, n examples
 """
 
 import math
-from collections.abc import Iterable, Mapping
-from typing import Self
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Self, final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from holdfast.errors import unknown_name
+from holdfast.errors import require_extra
 from holdfast.metrics.accumulator import Accumulator, real_rows
+
+IGNORED = -100  # transformers' label of examples and targets that are not scored
 
 
 class Accuracy(Accumulator[float]):
@@ -65,9 +89,6 @@ def in_top_k(logits: Tensor, targets: Tensor, k: int = 1, token_mask: Tensor | N
     return (ahead | ((rows == own) & earlier)).sum(1) < k
 
 
-IGNORED = -100  # transformers' label of targets that are not scored
-
-
 def token_nll(logits: Tensor, targets: Tensor) -> Tensor:
     """Return -log softmax(logits)[target] in float32, from `logits (...,V)` and `targets (...)`; 0 if a target is -100.
 
@@ -89,38 +110,10 @@ class Perplexity(Accumulator[float]):
         self._add(nll=nll.sum(dtype=torch.float64), tokens=nll.numel())
 
     def result(self) -> float:
-        return _exp(self._mean("nll"))
-
-
-class WordPerplexity(Accumulator[float]):
-    """exp(total nll / number of words), the word-level perplexity for tokenisers that split words."""
-
-    def update(self, nll: Tensor, words: int, token_mask: Tensor | None = None) -> None:
-        """Add the nats of tokens; `words` is the number of words of their text."""
-        nll = real_rows(nll.detach().reshape(-1), token_mask)
-        self._add(nll=nll.sum(dtype=torch.float64), tokens=nll.numel(), words=words)
-
-    def result(self) -> float:
-        return _exp(self._mean("nll", "words"))
-
-
-class BitsPerByte(Accumulator[float]):
-    """total nll / (ln 2 * number of bytes), which enwik8 calls bits per character."""
-
-    def update(self, nll: Tensor, byte_count: int, token_mask: Tensor | None = None) -> None:
-        """Add the nats of tokens; `byte_count` is the number of UTF-8 bytes of their text."""
-        nll = real_rows(nll.detach().reshape(-1), token_mask)
-        self._add(nll=nll.sum(dtype=torch.float64), tokens=nll.numel(), bytes=byte_count)
-
-    def result(self) -> float:
-        return self._mean("nll", "bytes") / math.log(2)
-
-
-def _exp(nats: float) -> float:
-    try:
-        return math.exp(nats)
-    except OverflowError:
-        return math.inf
+        try:
+            return math.exp(self._mean("nll"))
+        except OverflowError:
+            return math.inf
 
 
 class AnomalyPrecision:
@@ -160,12 +153,10 @@ class AnomalyPrecision:
                 f"AnomalyPrecision has {found} out-of-distribution examples and {len(positive) - found} others; "
                 "it needs both kinds."
             )
-        scores, order = scores.sort(descending=True)
-        last = torch.cat([scores[1:] != scores[:-1], torch.ones(1, dtype=torch.bool)])  # equal scores share a threshold
-        caught = positive[order].cumsum(0)[last].double()
-        flagged = (torch.arange(len(scores)) + 1)[last]
-        gained = torch.diff(caught, prepend=torch.zeros(1, dtype=torch.float64))
-        return float((gained * caught / flagged).sum() / found)
+        require_extra("measuring outliers", "sklearn")
+        from sklearn.metrics import average_precision_score  # type: ignore[import-untyped]
+
+        return float(average_precision_score(positive.numpy(), scores.numpy()))
 
 
 # AlexNet's top-1 errors on ImageNet-C in per cent, means over the five severities (Hendrycks & Dietterich 2019). They are
@@ -190,66 +181,103 @@ ALEXNET_ERRORS: Mapping[str, float] = {
 ALEXNET_CLEAN_ERROR = 43.5  # on ImageNet's own validation images, in per cent
 
 
-class MeanCorruptionError(Accumulator[float]):
-    """mCE = 100 * mean_c ( mean_s error_cs / baseline_c ), in per cent as published; lower is better; the baseline has 100.
+def mean_corruption_error(
+    errors: Mapping[str, float], baseline: Mapping[str, float], *, clean: float = 0.0, baseline_clean: float = 0.0
+) -> float:
+    """Return mCE = 100 * mean_c ( error_c / baseline_c ), in per cent as published; lower is better; the baseline has 100.
 
-    `baseline` has the baseline's error on each corruption in per cent, averaged over severities: `ALEXNET_ERRORS` for
-    ImageNet-C, another run's `errors()` for other data. A mean over fewer corruptions or severities than the baseline's is
-    another metric, so `result()` raises ValueError unless all are present.
+    errors, baseline        the error on each corruption in per cent, averaged over severities: of the baseline,
+                            `ALEXNET_ERRORS` for ImageNet-C, another model's errors for other data
+    clean, baseline_clean   errors without corruption, in per cent, for the relative mCE,
+                            100 * mean_c ( (error_c - clean) / (baseline_c - baseline_clean) ). It measures how much
+                            corruptions raise the error; a model with a large error everywhere has a low one
     """
-
-    def __init__(self, baseline: Mapping[str, float], *, severities: Iterable[int] = (1, 2, 3, 4, 5)) -> None:
-        super().__init__()
-        self.baseline, self.severities = dict(baseline), tuple(severities)
-        if not self.baseline or not self.severities:
-            raise ValueError("mCE needs a baseline error for at least one corruption, and at least one severity.")
-        for corruption, error in self.baseline.items():
-            if not 0 < error <= 100:
-                raise ValueError(
-                    f"the baseline's error on {corruption} is {error}; expected a percentage above 0 and up to 100."
-                )
-
-    @property
-    def settings(self) -> tuple[object, ...]:
-        return (tuple(sorted(self.baseline.items())), self.severities)
-
-    def update(
-        self, corruption: str, severity: int, logits: Tensor, targets: Tensor, token_mask: Tensor | None = None
-    ) -> None:
-        """Add `logits (...,C)` of corrupted images and their `targets (...)`."""
-        if corruption not in self.baseline:
-            raise ValueError(unknown_name("corruption", corruption, self.baseline))
-        if severity not in self.severities:
-            raise ValueError(f"severity is {severity}; expected one of {_listed(self.severities)}.")
-        right = in_top_k(logits, targets, token_mask=token_mask)
-        wrong = right.numel() - int(right.sum())
-        self._add(**{f"wrong {corruption} {severity}": wrong, f"images {corruption} {severity}": right.numel()})
-
-    def errors(self) -> dict[str, float]:
-        """Return the error on each corruption in per cent, the mean over severities."""
-        cells = [(corruption, severity) for corruption in self.baseline for severity in self.severities]
-        missing = [f"{c} {s}" for c, s in cells if float(self._sums.get(f"images {c} {s}", 0)) == 0]
-        if missing:
-            raise ValueError(f"mCE has no images of {_listed(missing[:5])} ({len(missing)} of {len(cells)} are missing).")
-        rates = {(c, s): 100 * float(self._sums[f"wrong {c} {s}"]) / float(self._sums[f"images {c} {s}"]) for c, s in cells}
-        return {c: sum(rates[c, s] for s in self.severities) / len(self.severities) for c in self.baseline}
-
-    def result(self) -> float:
-        errors = self.errors()
-        return 100 * sum(error / self.baseline[corruption] for corruption, error in errors.items()) / len(errors)
-
-    def relative(self, clean: float, baseline_clean: float) -> float:
-        """Return the relative mCE: 100 * mean_c ( (error_c - clean) / (baseline_c - baseline_clean) ).
-
-        It measures how much corruptions raise the error; a model with a large error everywhere has a low one. `clean` and
-        `baseline_clean` are errors without corruption, in per cent.
-        """
-        if low := [corruption for corruption, error in self.baseline.items() if error <= baseline_clean]:
-            raise ValueError(f"the baseline's clean error is {baseline_clean}, not below its error on {low[0]}.")
-        errors = self.errors()
-        shares = [(error - clean) / (self.baseline[corruption] - baseline_clean) for corruption, error in errors.items()]
-        return 100 * sum(shares) / len(shares)
+    shares = [(errors[name] - clean) / (error - baseline_clean) for name, error in baseline.items()]
+    return 100 * sum(shares) / len(shares)
 
 
-def _listed(things: Iterable[object]) -> str:
-    return ", ".join(map(str, things))
+Values = npt.NDArray[Any]  # (n,): classes or numbers
+
+
+def _confusion(predicted: Values, labels: Values) -> npt.NDArray[np.int64]:
+    """Return (C,C): how many examples of class i (row) are predicted as class j (column)."""
+    classes = max(2, int(max(predicted.max(), labels.max())) + 1)
+    pairs = labels.astype(np.int64) * classes + predicted.astype(np.int64)
+    return np.bincount(pairs, minlength=classes * classes).reshape(classes, classes)
+
+
+def accuracy(predicted: Values, labels: Values) -> float:
+    return float((predicted == labels).mean())
+
+
+def f1(predicted: Values, labels: Values, of: int | None = 1) -> float:
+    """Return the F1 of one class; `of=None`: the mean over the classes that occur among predictions or labels."""
+    table = _confusion(predicted, labels)
+    wanted = table.sum(0) + table.sum(1)  # 2 tp + fp + fn
+    scores = 2 * table.diagonal() / np.maximum(wanted, 1)
+    return float(scores[wanted > 0].mean() if of is None else scores[of])
+
+
+def matthews(predicted: Values, labels: Values) -> float:
+    """Return (c n - sum_k p_k t_k) / sqrt((n^2 - sum_k p_k^2) (n^2 - sum_k t_k^2)), 0 if a factor is 0.
+
+    c right predictions, p_k predictions of class k, t_k examples of class k
+    """
+    table = _confusion(predicted, labels).astype(np.float64)
+    count, right = table.sum(), table.trace()
+    guessed, true = table.sum(0), table.sum(1)
+    spread = (count**2 - (guessed**2).sum()) * (count**2 - (true**2).sum())
+    return float((right * count - (guessed * true).sum()) / math.sqrt(spread)) if spread > 0 else 0.0
+
+
+def pearson(predicted: Values, labels: Values) -> float:
+    """Return the correlation; NaN if all predictions or all labels are equal."""
+    if len(labels) < 2 or predicted.min() == predicted.max() or labels.min() == labels.max():
+        return math.nan
+    return float(np.clip(np.corrcoef(predicted.astype(np.float64), labels.astype(np.float64))[0, 1], -1, 1))
+
+
+def spearman(predicted: Values, labels: Values) -> float:
+    require_extra("Spearman's correlation", "scipy")
+    from scipy.stats import rankdata
+
+    return pearson(rankdata(predicted), rankdata(labels))
+
+
+@final
+@dataclass(frozen=True)
+class LabelMetric:
+    """A metric of predicted labels; higher is better, and 1 is perfect."""
+
+    name: str  # in tables
+    about: str
+    compute: Callable[[Values, Values], float]  # of predictions and labels
+    numbers: bool = False  # whether labels are numbers to predict, not classes
+    two_classes: bool = False
+
+
+LABEL_METRICS: Mapping[str, LabelMetric] = {
+    "accuracy": LabelMetric("accuracy", "share of examples with the right class", accuracy),
+    "f1": LabelMetric("F1", "F1 of the second class", f1, two_classes=True),
+    "macro_f1": LabelMetric("macro F1", "mean F1 of the classes", partial(f1, of=None)),
+    "matthews": LabelMetric("Matthews", "Matthews correlation of predicted and right classes", matthews),
+    "pearson": LabelMetric("Pearson", "Pearson correlation of predicted and right numbers", pearson, numbers=True),
+    "spearman": LabelMetric("Spearman", "Spearman correlation of predicted and right numbers", spearman, numbers=True),
+}
+
+
+def label_metric(name: str, predicted: Values, labels: Values) -> float:
+    """Return a metric over the examples that have a label; raise ValueError if none has."""
+    kept = labels != IGNORED
+    if not kept.any():
+        raise ValueError("no example has a label, so there is nothing to score.")
+    return LABEL_METRICS[name].compute(predicted[kept], labels[kept])
+
+
+def label_metrics(predicted: Values, labels: Values, *, classes: int) -> dict[str, float]:
+    """Return all metrics that these labels have; `classes` is 0 if they are numbers to predict."""
+    fits = {
+        name: metric.numbers == (classes == 0) and not (metric.two_classes and classes != 2)
+        for name, metric in LABEL_METRICS.items()
+    }
+    return {name: label_metric(name, predicted, labels) for name, fit in fits.items() if fit}

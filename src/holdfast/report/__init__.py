@@ -4,11 +4,10 @@ from holdfast.report.audit_page import render_audit, write_audit
 from holdfast.report.comparison_page import render, write_report
 from holdfast.report.geometry_page import render_geometry, write_geometry
 from holdfast.report.mismatch_page import render_mismatch, write_mismatch
-from holdfast.report.stored_comparison import Results, read_results
+from holdfast.report.tables import Table
 
 __all__ = [
-    "Results",
-    "read_results",
+    "Table",
     "render",
     "render_audit",
     "render_geometry",

@@ -5,11 +5,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from holdfast.report.attack_curves import CARRIED, ERRORS, LEVELS, budget_curve, budget_plot
-from holdfast.report.comparison_page import mark
+from holdfast.metrics import Difference
 from holdfast.report.page_shell import THEMES, decimal, flattened, listed, render_template, write_page
-from holdfast.report.plot_data import Plot
-from holdfast.report.stored_comparison import OverSeeds
+from holdfast.report.plot_data import Plot, mark
+from holdfast.report.plots import CARRIED, ERRORS, LEVELS, budget_curve, budget_plot
+from holdfast.report.tables import Table
 
 
 def write_attack_page(stored: Mapping[str, Any], path: Path, *, force: bool = False) -> Path:
@@ -21,7 +21,6 @@ def render_attack(stored: Mapping[str, Any]) -> str:
     """Return the page as HTML."""
     curves = stored["curves"]
     plots = [plot for key in ERRORS if (plot := _plot(curves, key)).data]
-    points = [(name, place) for name, curve in curves.items() for place in range(len(curve["budgets"]))]
     summaries = stored["summary"].get("attacks", [stored["summary"]])
     return render_template(
         "attack.html",
@@ -32,9 +31,7 @@ def render_attack(stored: Mapping[str, Any]) -> str:
         marks=[mark(place) for place in range(len(curves))],
         colours=len(THEMES["light"]["routers"]),
         plots=plots,
-        names=[name for name, _ in points],
-        rows=[_row(curves[name], place) for name, place in points],
-        caption=f"In percent of the images. {CARRIED}",
+        errors=errors_table(curves),
         how={
             "Versions": dict(stored["versions"]),
             "Data": dict(flattened(stored["data"])),
@@ -47,22 +44,28 @@ def _plot(curves: Mapping[str, Any], key: str) -> Plot:
     error, end = ERRORS[key]
     data = []
     for place, (name, curve) in enumerate(curves.items()):
-        points = [OverSeeds(mean=value) for value in curve[key]]
-        if any(point.mean is not None for point in points):
+        points = [None if value is None else Difference(value, None, None, 1) for value in curve[key]]
+        if any(points):
             data.append(budget_curve(place, name, curve["budgets"], points))
     title = f"Error against budget{end}"
     return budget_plot(f"curve-{key}", title, f"A budget of 0 is the clean {error}. {CARRIED}", data, error)
 
 
-def _row(curve: Mapping[str, Any], place: int) -> dict[str, str]:
-    budget = curve["budgets"][place]
-    return {
-        "budget": f"{budget:.4g}",
-        f"budget, in 1/{LEVELS}": f"{LEVELS * budget:.4g}",
-        "error, %": decimal(curve["figure"][place]),
-        "top-5 error, %": decimal(curve["top5"][place]),
-        "largest change": f"{curve['realised'][place]:.4g}",
-    }
+def errors_table(curves: Mapping[str, Any]) -> Table:
+    """Return the errors of every attack at every budget."""
+    rows = (
+        {
+            "attack": name,
+            "budget": f"{budget:.4g}",
+            f"budget, in 1/{LEVELS}": f"{LEVELS * budget:.4g}",
+            "error, %": decimal(curve["figure"][place]),
+            "top-5 error, %": decimal(curve["top5"][place]),
+            "largest change": f"{curve['realised'][place]:.4g}",
+        }
+        for name, curve in curves.items()
+        for place, budget in enumerate(curve["budgets"])
+    )
+    return Table.of("Errors", rows, f"In percent of the images. {CARRIED}")
 
 
 def _settings(summary: Mapping[str, Any]) -> dict[str, str]:

@@ -1,30 +1,34 @@
-"""The HTML report of a comparison: its verdict, its tables, and the page, one file that loads nothing else.
+"""The HTML report of a comparison: its verdict and the page, one file that loads nothing else."""
 
-A table has one row for each router, as a dictionary from column to cell; the template adds the routers' names.
-"""
-
-from collections.abc import Callable, Iterator, Sequence
+import hashlib
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from holdfast.report.attack_curves import accuracy_caption, accuracy_table
-from holdfast.report.domain_tables import HELD_OUT, domain_caption, domain_table, domain_verdict
+from holdfast.metrics import Difference
+from holdfast.metrics.paired import EVERYTHING, FEWEST_SEEDS
+from holdfast.report.comparison_tables import (
+    accuracy_table,
+    attacks_table,
+    domain_table,
+    main_table,
+    metrics_table,
+    routing_table,
+    settings_table,
+    shifts_table,
+)
 from holdfast.report.expert_views import css_classes, evolutions, views
-from holdfast.report.page_shell import SCRIPTS as SCRIPTS
-from holdfast.report.page_shell import THEMES as THEMES
-from holdfast.report.page_shell import decimal, flattened, listed, render_template, rise, write_page
-from holdfast.report.plot_data import by_layer, every_attack_table, mean_of
-from holdfast.report.plots import plots
-from holdfast.report.shift_tables import shift_sentences, shifts_caption, shifts_table
-from holdfast.report.stored_comparison import EVERYTHING, NAME, Cell, Difference, Layer, Measure, Results, Row
-from holdfast.report.sweep_tables import side_by_side, sweep_verdict
+from holdfast.report.page_shell import THEMES, decimal, flattened, listed, render_template, rise, write_page
+from holdfast.report.plot_data import mark
+from holdfast.report.plots import by_layer, plots
 from holdfast.routing.grammar import written_value
+from holdfast.train.image_task import HELD_OUT
+from holdfast.train.results import Results, Row
+from holdfast.train.task import Measure
 
-COST = "cost of the attack on untouched words"
-CHANGED = "predictions that the attack changes"
-NONE = "\u2013"
-COVERED = "95% intervals cover seeds and test examples from 3 seeds on; with fewer, these models only."
-MARKS = "●◆■▲▼✚✖★"  # in the order of plot_data.SYMBOLS
+MOST_NAMED = 6  # differences on shifted test sets that the verdict names
+# Of each pair a recipe has one; a sweep of the other replaces it.
+ALTERNATIVES = {"training.steps": "training.epochs", "training.epochs": "training.steps"}
 
 
 def write_report(results: Results, path: Path, *, force: bool = False) -> Path:
@@ -35,9 +39,6 @@ def write_report(results: Results, path: Path, *, force: bool = False) -> Path:
 def render(results: Results) -> str:
     """Return the page as HTML."""
     drawn, graphs, seen = plots(results), evolutions(results), views(results)
-    settings, beside = side_by_side(results)
-    domain_routers, domains = domain_table(results)
-    accuracies = list(accuracy_table(results))
     return render_template(
         "report.html",
         {
@@ -48,59 +49,34 @@ def render(results: Results) -> str:
         },
         title=results.title,
         verdict=verdict(results),
-        routers=[{"name": row.label, "router": row.name, "mark": mark(place)} for place, row in enumerate(results.rows)],
-        measure=results.run.measure,
-        table=list(main_table(results)),
-        table_caption=main_caption(results),
-        settings=settings,
-        side_by_side=beside,
-        domain_routers=domain_routers,
-        domains=domains,
-        domain_caption=domain_caption(results),
-        metrics=list(metrics_table(results)),
-        metrics_caption=metrics_caption(results),
-        shifts=list(shifts_table(results)),
-        shifts_caption=shifts_caption(results),
-        accuracies=accuracies,
-        accuracy_caption=accuracy_caption(results),
-        trials=[] if accuracies else list(every_attack_table(results)),  # accuracies have a column for every attack
-        targets_are_attacked=results.targets_are_attacked,
-        routing=list(routing_table(results)),
+        routers=[row.label for row in results.rows],
+        marks=[mark(place) for place in range(len(results.rows))],
+        colours=len(THEMES["light"]["routers"]),
+        results=main_table(results),
+        domains=domain_table(results),
+        settings=settings_table(results),
+        by_router=[make(results) for make in (metrics_table, accuracy_table, shifts_table, attacks_table)],
+        routing=routing_table(results),
         plots=drawn,
         graphs=graphs,
         views=seen,
-        layers=layers(results),
+        layers=list(dict.fromkeys(name for row in results.rows for name, _ in by_layer(results.cells_of(row)))),
         css_classes=css_classes,
         how=how(results),
-        colours=len(THEMES["light"]["routers"]),
     )
-
-
-def mark(place: int) -> str:
-    return MARKS[place % len(MARKS)]
-
-
-def layers(results: Results) -> list[str]:
-    """Return the choices of the layer menu: all layers, and each layer."""
-    return list(dict.fromkeys(name for row in results.rows for name, _ in by_layer(results.cells_of(row))))
-
-
-# Of each pair a recipe has one; a sweep of the other replaces it.
-ALTERNATIVES = {"training.steps": "training.epochs", "training.epochs": "training.steps"}
 
 
 def how(results: Results) -> dict[str, dict[str, str]]:
     """Return how the comparison was run: versions, recipe, data, attack, batches, checksum."""
     run = results.run
-    seeds = sorted({cell.seed for cell in results.cells})
-    batches = {
-        f"seed {seed}": "; ".join(sorted({_batches(cell) for cell in results.cells if cell.seed == seed})) for seed in seeds
-    }
+    batches: dict[str, set[str]] = {}
+    for cell in sorted(results.cells, key=lambda cell: cell.seed):
+        batches.setdefault(f"seed {cell.seed}", set()).add(f"{cell.first_batch} … {cell.last_batch}")
     swept = {
         key: ", ".join(dict.fromkeys(written_value(row.settings.get(key)) for row in results.rows)) for key in results.swept
     }
     groups = {
-        "Versions": results.versions or {"holdfast": run.holdfast},
+        "Versions": results.versions,
         "Recipe": {
             key: value for key, value in flattened(run.recipe) if key not in swept and ALTERNATIVES.get(key) not in swept
         },
@@ -108,14 +84,10 @@ def how(results: Results) -> dict[str, dict[str, str]]:
         "Data": dict(flattened(run.data)),
         "Attack": dict(flattened(run.attack)),
         "Plugins, SHA-256": {str(plugin.get("name")): str(plugin.get("checksum")) for plugin in run.plugins},
-        "Batches, first and last of each seed": batches,
-        "Checksum": {f"{NAME}, SHA-256": results.checksum} if results.checksum else {},
+        "Batches, first and last of each seed": {seed: "; ".join(sorted(hashes)) for seed, hashes in batches.items()},
+        "Checksum": {f"{results.file_name}, SHA-256": hashlib.sha256(results.to_json().encode()).hexdigest()},
     }
     return {title: group for title, group in groups.items() if group}
-
-
-def _batches(cell: Cell) -> str:
-    return f"{cell.first_batch} … {cell.last_batch}"
 
 
 def verdict(results: Results) -> tuple[str, ...]:
@@ -123,7 +95,7 @@ def verdict(results: Results) -> tuple[str, ...]:
 
     An interval that contains 0 is "no difference". Nothing is claimed from fewer than three seeds.
     """
-    measure, baseline, others = results.run.measure, results.rows[0], results.others
+    measure, baseline, others = results.run.measure, results.baseline, results.others
     if baseline.apart:
         return (
             f"{baseline.router}, the baseline, {baseline.apart}: its {measure.noun} cannot be compared with that of another "
@@ -142,7 +114,7 @@ def verdict(results: Results) -> tuple[str, ...]:
             level += f"; on the {count} attacked examples {_level(baseline.attacked_clean, measure)} without the attack"
         first = () if len(results.rows) > 1 else (alone,)
         return (*first, f"{level} and {attacked}.", *cost_sentences(results), *apart_sentences(results))
-    if reason := results.no_claim([one for row in others for one in (row.clean_difference, row.attacked_difference)]):
+    if reason := no_claim(results, _both(others)):
         return (*reason, *cost_sentences(results), *apart_sentences(results))
     return (
         f"Against {baseline.router}, {_findings(results, [row.clean_difference for row in others], compute=True)}.",
@@ -163,10 +135,10 @@ def apart_sentences(results: Results) -> tuple[str, ...]:
 def cost_sentences(results: Results) -> tuple[str, ...]:
     """Return what the attack costs each router on untouched words; empty if that was not measured."""
     rows = [row for row in results.rows if row.apart is None]
-    costs = {row.router: row.cost for row in rows if row.cost is not None and row.cost.mean is not None}
+    costs = {row.router: row.cost for row in rows if row.cost is not None}
     if all(cost.over != EVERYTHING for cost in costs.values()):
         return ()
-    certain = {router: rise(cost.mean) for router, cost in costs.items() if cost.certain and cost.mean is not None}
+    certain = {router: rise(cost.mean) for router, cost in costs.items() if cost.kind == "higher"}
     unseen = [router for router in costs if router not in certain]
     found = []
     if len(certain) > 1 and not unseen:
@@ -184,14 +156,14 @@ def cost_sentences(results: Results) -> tuple[str, ...]:
     if known:
         apart = [_cost_change(router, one) for router, one in known if one.kind != "same"]
         if not apart:
-            found.append(f"No router's cost is shown to differ from that of {results.rows[0].router}.")
+            found.append(f"No router's cost is shown to differ from that of {results.baseline.router}.")
         else:
-            found.append(f"Against the cost of {results.rows[0].router}, {'; '.join(apart)}; for no other is one shown.")
+            found.append(f"Against the cost of {results.baseline.router}, {'; '.join(apart)}; for no other is one shown.")
     return tuple(found)
 
 
 def _cost_change(router: str, difference: Difference) -> str:
-    assert difference.mean is not None and difference.low is not None and difference.high is not None
+    assert difference.low is not None and difference.high is not None
     verb, low, high = "more", difference.low, difference.high
     if difference.mean < 0:
         verb, low, high = "less", -difference.high, -difference.low
@@ -201,7 +173,7 @@ def _cost_change(router: str, difference: Difference) -> str:
 
 def _findings(results: Results, differences: Sequence[Difference | None], *, compute: bool = False) -> str:
     """Return a clause about routers with a difference, then about those without, then about those that cannot be judged."""
-    baseline, measure = results.rows[0], results.run.measure
+    baseline, measure = results.baseline, results.run.measure
     parts, unknown = [], list[str]()
     same: dict[int, list[tuple[str, float]]] = {}
     for row, difference in zip(results.others, differences, strict=True):
@@ -236,145 +208,134 @@ def _level(value: float | None, measure: Measure) -> str:
 def _price(row: Row, baseline: Row, measure: Measure) -> str:
     """Return a note if a router uses another number of experts than the baseline: more compute may explain a gain."""
     used, usual = decimal(row.experts_per_token), decimal(baseline.experts_per_token)
-    return "" if used == usual else f"{used} experts per token instead of {usual}{_at_equal_compute(row, measure)}"
-
-
-def _at_equal_compute(row: Row, measure: Measure) -> str:
-    """Return the difference to the baseline with at least as many experts per token, if that was trained."""
-    found = row.equal_compute
-    if found is None or found.mean is None or found.kind == "unknown":
+    if used == usual:
         return ""
-    if found.kind == "same":
-        return f", no difference to {found.router}"
-    return f", {abs(found.mean):.3g} {'better' if found.kind == measure.better else 'worse'} than {found.router}"
+    note, equal = f"{used} experts per token instead of {usual}", row.equal_compute
+    if equal is None or equal.difference.kind == "unknown":
+        return note
+    if equal.difference.kind == "same":
+        return f"{note}, no difference to {equal.router}"
+    word = "better" if equal.difference.kind == measure.better else "worse"
+    return f"{note}, {abs(equal.difference.mean):.3g} {word} than {equal.router}"
 
 
-def main_table(results: Results) -> Iterator[dict[str, str]]:
-    """Yield for each router how well its models predict."""
-    name, digits = results.run.measure.name, results.run.measure.digits
-    untouched: dict[str, Callable[[Cell], float | None]] = {
-        "clean, untouched words": lambda cell: cell.clean.figure_of_kept,
-        "attacked, untouched words": lambda cell: cell.attacked.figure_of_kept,
+def no_claim(results: Results, differences: Sequence[Difference | None]) -> tuple[str, ...]:
+    """Return why none of these differences may be claimed, in a sentence or two; empty if one may."""
+    known = [difference for difference in differences if difference is not None]
+    if any(difference.kind != "unknown" for difference in known):
+        return ()
+    if any(difference.over == "these examples only" for difference in known):
+        return (
+            "The results of single test examples are not stored with these cells, so no difference can be judged; train "
+            "them again in a new folder.",
+        )
+    if any(len(row.seeds) >= FEWEST_SEEDS for row in results.others):
+        return (
+            f"The {results.run.measure.noun} is not defined in enough runs to compare routers with "
+            f"{results.baseline.router}.",
+            "A correlation with constant predictions, for example, is not defined.",
+        )
+    return (
+        f"Fewer than {FEWEST_SEEDS} seeds cannot show whether a router differs from {results.baseline.router}.",
+        f"The intervals are for these models only; train with {FEWEST_SEEDS} seeds or more to compare routers.",
+    )
+
+
+def sweep_verdict(results: Results) -> tuple[str, ...]:
+    """Return a sweep in a few sentences: in how many settings each router differs from the baseline of the same setting."""
+    measure, baseline, others = results.run.measure, results.baseline.router, results.others
+    keys = listed(results.swept)
+    found = [f"{len(results.settings)} settings of {keys} were trained; each router is compared within equal settings."]
+    if not others:
+        found.append(f"Only {baseline} was trained, so there is no other router to compare it with.")
+    elif reason := no_claim(results, _both(others)):
+        found += reason
+    else:
+        for where, attacked in (("On clean data", False), ("Under attack", True)):
+            counts = "; ".join(_counts(router, results, attacked) for router in dict.fromkeys(row.router for row in others))
+            found.append(f"{where}, against {baseline}: {counts}.")
+        count = sum(_kind(difference) != "unknown" for difference in _both(others))
+        found.append(f"Without any difference, about {0.05 * count:.2g} of these {count} intervals would miss 0 by chance.")
+    known = [row for row in results.rows if row.clean is not None and row.apart is None]
+    if known:
+        best = (min if measure.better == "lower" else max)(known, key=lambda row: row.clean or 0.0)
+        word = "lowest" if measure.better == "lower" else "highest"
+        found.append(f"The {word} clean {measure.noun}, {decimal(best.clean, measure.digits)}, has {best.label}.")
+    return tuple(found)
+
+
+def _counts(router: str, results: Results, attacked: bool) -> str:
+    """Return in how many settings a router is better, worse, not different, or cannot be judged."""
+    noun = results.run.measure.noun
+    words = {
+        "lower": f"lowered the {noun} in {{}}",
+        "higher": "raised it in {}",
+        "same": "made no difference that its seeds can show in {}",
+        "unknown": "cannot be judged in {}",
     }
-    untouched = {column: read for column, read in untouched.items() if mean_of(results.cells, read) is not None}
-    costs, matched = any(row.cost for row in results.rows), any(row.equal_compute for row in results.rows)
-    some = any(row.attacks_some for row in results.rows)
+    rows = [row for row in results.rows if row.router == router]
+    kinds = [_kind(row.attacked_difference if attacked else row.clean_difference) for row in rows]
+    if "lower" not in kinds:
+        words["higher"] = f"raised the {noun} in {{}}"
+    parts = [text.format(kinds.count(kind)) for kind, text in words.items() if kind in kinds]
+    return f"{router} {listed(parts)} of {len(rows)} setting{'s' if len(rows) > 1 else ''}"
+
+
+def _both(rows: Sequence[Row]) -> list[Difference | None]:
+    """Return the clean and the attacked differences."""
+    return [difference for row in rows for difference in (row.clean_difference, row.attacked_difference)]
+
+
+def _kind(difference: Difference | None) -> str:
+    return "unknown" if difference is None else difference.kind
+
+
+def domain_verdict(results: Results) -> tuple[str, ...]:
+    """Return the comparison in a few sentences: the mean and the worst accuracy, each against the baseline."""
+    rows, baseline = results.domains, results.baseline.router
+    domains = list(dict.fromkeys(domain for row in rows for domain in row.accuracy))
+    found = [f"{len(domains)} domains, {listed(domains)}, were held out in turn; accuracies are on the held-out domains."]
+    for row in rows:
+        if results.is_baseline(row):
+            level = f"{decimal(row.mean.mean)}%, its worst {decimal(row.worst.mean)}%"
+            found.append(f"The mean accuracy of {baseline} is {level}.")
+    others = [row for row in rows if not results.is_baseline(row)]
+    if not others:
+        return (*found, f"Only {baseline} was trained, so there is nothing to compare it with.")
+    if reason := no_claim(results, [one for row in others for one in (row.mean_difference, row.worst_difference)]):
+        return (*found, *reason)
+    means = "; ".join(_finding(row.router, row.mean_difference) for row in others)
+    worsts = "; ".join(_finding(row.router, row.worst_difference) for row in others)
+    return (*found, f"Against {baseline}, in the mean accuracy: {means}.", f"In the worst accuracy: {worsts}.")
+
+
+def _finding(router: str, difference: Difference | None) -> str:
+    if difference is None or difference.kind == "unknown":
+        return f"{router} cannot be judged from fewer than {FEWEST_SEEDS} seeds"
+    if difference.kind == "same":
+        would = f"they would show one above {difference.shows:.2g} points"
+        return f"{router} made no difference that {difference.seeds} seeds can show ({would})"
+    verb, size = difference.change(" percentage points")
+    return f"{router} {verb} it by {size}"
+
+
+def shift_sentences(results: Results) -> tuple[str, ...]:
+    """Return which routers differ from the baseline on which shifted test sets; empty if nothing can be compared."""
+    judged, found = False, []
     for row in results.rows:
-        cells = results.cells_of(row)
-        clean, attacked = (
-            "baseline"
-            if results.is_baseline(row)
-            else found.words
-            if found
-            else row.apart or results.rows[0].apart or ("not defined" if mean is None else "no seed in common")
-            for found, mean in ((row.clean_difference, row.clean), (row.attacked_difference, row.attacked))
-        )
-        yield {
-            **{key: written_value(row.settings[key]) if key in row.settings else NONE for key in results.swept},
-            "seeds": str(len(row.seeds)),
-            "parameters": f"{row.parameters:,}",
-            "experts per token": decimal(row.experts_per_token),
-            f"clean {name}": decimal(row.clean, digits),
-            "difference, clean": clean,
-            **({f"clean {name}, attacked examples": decimal(row.clean_beside_attacked, digits)} if some else {}),
-            f"attacked {name}": decimal(row.attacked, digits),
-            "difference, attacked": attacked,
-            **{column: decimal(mean_of(cells, read)) for column, read in untouched.items()},
-            **({COST: row.cost.words if row.cost else NONE} if costs else {}),
-            **({CHANGED: _percent(row.changed)} if any(one.changed is not None for one in results.rows) else {}),
-            **({"difference to equal compute": _matched(row)} if matched else {}),
-        }
-
-
-def _matched(row: Row) -> str:
-    """Return a router's clean difference to the baseline that uses at least as many experts per token."""
-    return NONE if row.equal_compute is None else f"to {row.equal_compute.router}: {row.equal_compute.words}"
-
-
-def metrics_table(results: Results) -> Iterator[dict[str, str]]:
-    """Yield for each router its further metrics; yield nothing if there are none."""
-    names = [metric.name for metric in results.run.metrics]
-    some = any(row.attacks_some for row in results.rows)
-    for row in results.rows if names else []:
-        columns = {}
-        for name in names:
-            found = row.metrics.get(name)
-            for text in ("clean", "attacked"):
-                value = None if found is None else found.clean if text == "clean" else found.attacked
-                if text == "attacked" and some:
-                    columns[f"{name}, clean, attacked examples"] = decimal(found.attacked_clean if found else None, 4)
-                difference = None if found is None else getattr(found, f"{text}_difference")
-                columns[f"{name}, {text}"] = decimal(value, 4)
-                columns[f"{name}, {text}, difference"] = (
-                    "baseline" if results.is_baseline(row) else difference.words if difference else NONE
-                )
-        yield columns
-
-
-def metrics_caption(results: Results) -> str:
-    """Return the caption of the table of further metrics."""
-    each = [f"{metric.name}: {metric.about}; {metric.better} is better." for metric in results.run.metrics]
-    return f"{' '.join(each)} Means over seeds; differences to {results.rows[0].router}, paired by seed."
-
-
-def routing_table(results: Results) -> Iterator[dict[str, str]]:
-    """Yield for each router its routing metrics on clean data, means over layers and seeds."""
-    widths = sorted(
-        {strip.width for cell in results.cells for layer in cell.clean.routing.layers for strip in layer.near_ties.strips}
-    )
-    limited = any(layer.dropped for cell in results.cells for layer in cell.clean.routing.layers)
-    for row in results.rows:
-        cells = results.cells_of(row)
-        states = [layer for cell in cells for layer in cell.clean.routing.layers]
-        columns = {
-            "entropy, nats": decimal(mean_of(states, lambda layer: layer.entropy), 3),
-            "load unevenness (CV)": decimal(mean_of(states, lambda layer: layer.load.cv), 3),
-            "dead experts per run": decimal(mean_of(cells, _dead), 1),
-            **({"dropped experts": _percent(mean_of(states, _dropped))} if limited else {}),
-            "pairs of tokens separated or joined by the next layer": _percent(
-                mean_of(states, lambda layer: layer.instability)
-            ),
-        }
-        for width in widths:  # the widths of all routers, so that all rows have the same columns
-            shares = [strip.share for layer in states for strip in layer.near_ties.strips if strip.width == width]
-            columns[f"near-ties ({width:g})"] = _percent(mean_of(shares, lambda share: share))
-        yield columns
-
-
-def main_caption(results: Results) -> str:
-    """Return the caption of the main table."""
-    measure = results.run.measure
-    caption = (
-        f"{measure.sentence} Means over seeds; differences to {results.rows[0].router}, paired by seed and by test example. "
-        f"{COVERED} The attack: {measure.attack}."
-    )
-    if results.rows[0].attacks_some:
-        counts = results.rows[0].examples
-        caption += f" {counts['attacked']} of {counts['clean']} test examples were attacked."
-    if apart := dict.fromkeys(row.apart for row in results.rows if row.apart):
-        caption += f" A row that {listed([str(one) for one in apart])} has an easier task and is not compared."
-    if results.swept:
-        caption += " Rows are compared with the baseline of the same setting."
-    if results.targets_are_attacked:
-        caption += (
-            " The attack also changes the targets, so compare routers within a column, not columns with each other; only "
-            "the columns of untouched words have the same targets."
-        )
-    if any(row.cost for row in results.rows):
-        caption += (
-            " The cost is the rise of the perplexity of untouched words, paired word by word, with its 95% interval over "
-            "seeds and blocks of the text."
-        )
-    return caption
-
-
-def _dead(cell: Cell) -> float:
-    return float(sum(len(layer.load.dead) for layer in cell.clean.routing.layers))
-
-
-def _dropped(layer: Layer) -> float | None:
-    return None if layer.dropped is None else layer.dropped.share
-
-
-def _percent(share: float | None) -> str:
-    return decimal(share) if share is None else f"{100 * share:.2f}%"
+        for name, one in row.shifts.items():
+            if one.difference is None or one.difference.kind == "unknown":
+                continue
+            judged = True
+            if one.difference.kind != "same":
+                verb, size = one.difference.change(" percentage points")
+                found.append(f"{row.label} {verb} the {one.measure.partition(',')[0]} on {name} by {size}")
+    if not judged:
+        return ()
+    tests = list(dict.fromkeys(name for row in results.rows for name in row.shifts))
+    where = f"On the shifted test set{'s' if len(tests) > 1 else ''} {listed(tests)}"
+    if not found:
+        return (f"{where}, no router made a difference to {results.baseline.router} that its seeds can show.",)
+    named, left = found[:MOST_NAMED], len(found) - MOST_NAMED
+    end = f"the table has {left} more" if left > 0 else "no other difference can be shown"
+    return (f"{where}, {'; '.join(named)}; {end}.",)

@@ -9,15 +9,13 @@ from typing import Any
 
 from holdfast.errors import require_extra
 from holdfast.files import write_atomically
-from holdfast.report.expert_views import BORDERS, COLOURS, text_colour_on
-from holdfast.report.stored_comparison import NAME
 from holdfast.report.stored_reports import ReportFile
 
 PAGE = Path(__file__).parent / "page"  # templates, style and scripts
 SCRIPTS = ("graphs.js", "views.js", "report.js")  # the last one uses the others
 AUDIT, GEOMETRY, MISMATCH = "audit.json", "geometry.json", "mismatch.json"
 STORED = {
-    NAME: "stored results",
+    "results.json": "stored results",
     AUDIT: "a stored audit",
     GEOMETRY: "a stored geometry report",
     MISMATCH: "a stored mismatch report",
@@ -48,6 +46,14 @@ THEMES: dict[str, dict[str, Any]] = {
         "routers": ["#5aaee8", "#ff8f4a", "#2fc79a", "#e59bc8", "#f0b73c", "#9fdcff", "#b5b5b5", "#e6dc62"],
     },
 }
+
+
+# Of experts: far from each other, and from grey, the colour of the images below them.
+COLOURS = (
+    "#e6194b", "#3cb44b", "#ffd500", "#4363d8", "#f58231", "#911eb4", "#42d4f4", "#f032e6",
+    "#bfef45", "#f5a3bd", "#2f8f86", "#c9a6f7", "#9a6324", "#8c1c1c", "#8ff0b0", "#808000",
+)  # fmt: skip
+BORDERS = ("none", "dashed", "dotted", "double")  # these distinguish experts of the same colour
 
 
 def write_page(path: Path, page: Callable[[], str], *, force: bool = False) -> Path:
@@ -118,6 +124,18 @@ def with_text_colour(colour: str) -> dict[str, str]:
     return {"colour": colour, "ink": text_colour_on(colour)}
 
 
+def text_colour_on(colour: str) -> str:
+    """Return black or white, whichever has more contrast: one of them always has a contrast above 4.5."""
+    return "#000000" if luminance(colour) > 0.179 else "#ffffff"
+
+
+def luminance(colour: str) -> float:
+    """Return the relative luminance as WCAG 2.1 defines it, from 0 to 1."""
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
 def flattened(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield the entries of a nested mapping as dotted names and text."""
     for key, value in tree.items():
@@ -135,6 +153,11 @@ def listed(names: Sequence[str]) -> str:
 def decimal(value: float | None, digits: int = 2) -> str:
     """Return a number with a fixed number of decimals, and a dash for None."""
     return "\u2013" if value is None else f"{value:,.{digits}f}"
+
+
+def percent(share: float | None) -> str:
+    """Return a share in percent, and a dash for None."""
+    return decimal(share) if share is None else f"{100 * share:.2f}%"
 
 
 def short_share(value: float | None) -> str:

@@ -2,24 +2,25 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
-from holdfast.report.attack_curves import attack_curves
-from holdfast.report.page_shell import listed
+from holdfast.metrics import Difference
+from holdfast.metrics.paired import EVERYTHING
+from holdfast.report.comparison_tables import attack_names, intervals_cover
+from holdfast.report.page_shell import listed, rise
 from holdfast.report.plot_data import (
     ALL_LAYERS,
+    THIN,
     Plot,
     Trace,
-    by_layer,
-    consistency,
-    cost,
     curve_of,
     dash,
+    error_bars,
     escaped,
-    every_attack,
-    fluctuation,
     layer_axis,
+    line_at,
     names_axis,
     plot_height,
     range_over_layers,
@@ -28,9 +29,11 @@ from holdfast.report.plot_data import (
     trace,
     wrapped_label,
 )
-from holdfast.report.stored_comparison import Difference, Layer, Results
+from holdfast.train.results import CellResult, Layer, Results
 
-POINTS = 200  # points of a training curve at most; longer curves are averaged
+LEVELS = 255  # budgets are shown as multiples of 1/255, the step of a pixel's value in a file
+ERRORS = {"figure": ("error", ""), "top5": ("top-5 error", ", top 5")}  # key of a curve: its name, and the end of a title
+CARRIED = "What an attack found at a smaller budget counts at larger ones too."
 
 
 def plots(results: Results) -> list[Plot]:
@@ -47,9 +50,9 @@ def plots(results: Results) -> list[Plot]:
         fluctuation,
         consistency,
     ]
-    found = [plot for plot in (make(results) for make in made) if plot.data]
-    place = 1 + next((number for number, plot in enumerate(found) if plot.name == "every-attack"), len(found) - 1)
-    return [*found[:place], *attack_curves(results), *found[place:]]
+    found = [make(results) for make in made]
+    place = made.index(every_attack) + 1
+    return [plot for plot in (*found[:place], *attack_curves(results), *found[place:]) if plot.data]
 
 
 def clean_and_attacked(results: Results) -> Plot:
@@ -65,16 +68,10 @@ def clean_and_attacked(results: Results) -> Plot:
             ([cell.clean.figure if cell.attacked.clean is None else cell.attacked.clean for cell in cells], filled),
             ([cell.attacked.figure for cell in cells], hollow),
         ):
-            small = {"size": 5, "symbol": shape}
-            data.append(
-                trace(place, seeds, [name] * len(seeds), mode="markers", marker=small, opacity=0.45, hoverinfo="skip")
-            )
+            data.append(_single_seeds(place, seeds, name, shape))
         data.append(trace(place, [clean, row.attacked], [name] * 2, mode="lines", line={"width": 2}, hoverinfo="skip"))
         for text, mean, shape in (("clean", clean, filled), ("attacked", row.attacked, hollow)):
-            marker = {"size": 12, "symbol": shape, "line": {"width": 2}}
-            hover = f"%{{y}}, {text}: %{{x:.{measure.digits}f}}"
-            data.append(trace(place, [mean], [name], hovertemplate=hover, mode="markers", marker=marker))
-    layout = {"xaxis": {"title": {"text": escaped(measure.name)}}, "yaxis": names_axis(), "height": plot_height(data)}
+            data.append(_marks(place, [mean], [name], 12, shape, f"%{{y}}, {text}: %{{x:.{measure.digits}f}}"))
     caption = (
         f"{measure.sentence} Filled marks are clean, open marks attacked: {measure.attack}. Large marks are means over "
         "seeds, small ones single seeds."
@@ -83,7 +80,7 @@ def clean_and_attacked(results: Results) -> Plot:
         caption += f" Both are of the {results.rows[0].examples['attacked']} attacked examples."
     if results.targets_are_attacked:
         caption += " The attack also changes the targets, so compare routers, not filled marks with open ones."
-    return Plot("clean-attacked", "Clean and attacked", caption, data, layout)
+    return Plot("clean-attacked", "Clean and attacked", caption, data, _names_layout(data, measure.name))
 
 
 def differences(results: Results) -> Plot:
@@ -94,25 +91,11 @@ def differences(results: Results) -> Plot:
             ("clean", row.clean_difference, symbol(place)),
             ("attacked", row.attacked_difference, f"{symbol(place)}-open"),
         ):
-            if found is None or found.mean is None:
+            if found is None:
                 continue
-            data.append(
-                trace(
-                    place,
-                    [found.mean],
-                    [wrapped_label(f"{row.label}, {text}")],
-                    error_x=_error(found),
-                    hovertemplate="%{y}: %{x:+.3g}",
-                    mode="markers",
-                    marker={"size": 10, "symbol": shape, "line": {"width": 2}},
-                )
-            )
-    layout = {
-        "xaxis": {"title": {"text": "difference"}},
-        "yaxis": names_axis(),
-        "shapes": [{"type": "line", "x0": 0, "x1": 0, "yref": "paper", "y0": 0, "y1": 1, "line": {"dash": "dot"}}],
-        "height": plot_height(data),
-    }
+            label = wrapped_label(f"{row.label}, {text}")
+            data.append(_marks(place, [found.mean], [label], 10, shape, "%{y}: %{x:+.3g}", error_x=_error(found)))
+    layout = _names_layout(data, "difference") | {"shapes": [line_at("x", 0)]}
     known = [one for row in results.rows for one in (row.clean_difference, row.attacked_difference) if one is not None]
     claims = sum(one.kind != "unknown" for one in known)
     side = "left" if results.run.measure.better == "lower" else "right"
@@ -134,22 +117,21 @@ def differences(results: Results) -> Plot:
 def training(results: Results) -> Plot:
     """Draw the training loss."""
     data: list[Trace] = []
-    longest = 0
+    width = 1
     for place, row in enumerate(results.rows):
-        logs = [cell.log for cell in results.cells_of(row)]
-        curves = [{entry.step: entry.loss for entry in log if entry.loss is not None} for log in logs]
-        shared = sorted(set.intersection(*(set(curve) for curve in curves))) if curves else []
+        cells = results.cells_of(row)
+        width = max([width, *(cell.curve.width for cell in cells)])
+        curves = [dict(zip(cell.curve.steps, cell.curve.losses, strict=True)) for cell in cells]
+        shared = [step for step in curves[0] if all(curve.get(step) is not None for curve in curves)] if curves else []
         if not shared:
             continue
-        longest = max(longest, len(shared))
         for curve in curves if len(curves) > 1 else []:
-            steps, losses = _thinned(shared, [curve[step] for step in shared])
-            data.append(trace(place, steps, losses, mode="lines", line={"width": 1}, opacity=0.3, hoverinfo="skip"))
-        steps, losses = _thinned(shared, [statistics.fmean(curve[step] for curve in curves) for step in shared])
+            losses = [curve[step] for step in shared]
+            data.append(trace(place, shared, losses, mode="lines", line={"width": 1}, opacity=0.3, hoverinfo="skip"))
+        means = [statistics.fmean(curve[step] or 0.0 for curve in curves) for step in shared]
         style = {"width": 2, "dash": dash(place)}
         hover = f"{escaped(row.label)}, step %{{x}}: %{{y:.3f}}<extra></extra>"
-        data.append(trace(place, steps, losses, mode="lines", line=style, hovertemplate=hover))
-    width = math.ceil(longest / POINTS)
+        data.append(trace(place, shared, means, mode="lines", line=style, hovertemplate=hover))
     caption = "Training loss: the mean over seeds; thin lines are single seeds." + (
         f" Each point is the mean of {width} steps." if width > 1 else ""
     )
@@ -172,7 +154,7 @@ def load(results: Results) -> Plot:
     layout = {
         "xaxis": {"title": {"text": "experts, the busiest first"}, "tick0": 1, "dtick": tick_step(most)},
         "yaxis": {"title": {"text": "load / even load"}, "rangemode": "tozero"},
-        "shapes": [{"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": 1, "y1": 1, "line": {"dash": "dot"}}],
+        "shapes": [line_at("y", 1)],
     }
     caption = (
         "The number of tokens that selected each expert, divided by the even load (1, dotted); 0 is a dead expert. Experts "
@@ -197,14 +179,10 @@ def entropy(results: Results) -> Plot:
         if found:
             hover = f"{escaped(row.label)}, layer %{{x:.0f}}: %{{y:.3f}} nats<extra></extra>"
             data.append(range_over_layers(place, len(results.rows), found, hover))
-    ceiling = [
-        {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": level, "y1": level, "line": {"dash": "dot"}}
-        for level in sorted(most)
-    ]
     layout = {
         "xaxis": layer_axis(layers),
         "yaxis": {"title": {"text": "entropy, nats"}},
-        "shapes": ceiling,
+        "shapes": [line_at("y", level) for level in sorted(most)],
     }
     caption = (
         "Entropy of the gates, the mean over tokens and seeds; bars reach from the lowest seed to the highest. The dotted "
@@ -239,22 +217,176 @@ def near_ties(results: Results) -> Plot:
     return Plot("near-ties", "Near-ties", caption, data, layout)
 
 
+def every_attack(results: Results) -> Plot:
+    """Draw each router's result under every attack."""
+    measure, data = results.run.measure, list[Trace]()
+    for place, row in enumerate(results.rows):
+        means: dict[str, float] = {}
+        for name in attack_names(results):
+            figures = [cell.trials[name].figure for cell in results.cells_of(row) if name in cell.trials]
+            seeds = [figure for figure in figures if figure is not None]
+            if not seeds:
+                continue
+            means[wrapped_label(name)] = statistics.fmean(seeds)
+            data.append(_single_seeds(place, seeds, wrapped_label(name), symbol(place)))
+        if means:
+            hover = f"{escaped(row.label)}, %{{y}}: %{{x:.{measure.digits}f}}<extra></extra>"
+            data.append(_marks(place, [*means.values()], [*means], 11, symbol(place), hover))
+    caption = f"{measure.sentence} Large marks are means over seeds, small ones single seeds."
+    return Plot("every-attack", "Every attack", caption, data, _names_layout(data, measure.name))
+
+
+def cost(results: Results) -> Plot:
+    """Draw the cost of the attack on untouched words, with its interval; the plot is empty if that was not measured."""
+    data = list[Trace]()
+    for place, row in enumerate(results.rows):
+        if row.cost is None:
+            continue
+        low, high = (None if nats is None else rise(nats) for nats in (row.cost.low, row.cost.high))
+        percent = replace(row.cost, mean=rise(row.cost.mean), low=low, high=high)
+        hover, label = f"{escaped(row.label)}: %{{x:+.2f}}%<extra></extra>", wrapped_label(row.label)
+        data.append(_marks(place, [percent.mean], [label], 10, symbol(place), hover, error_x=_error(percent)))
+    layout = _names_layout(data, "perplexity rise, %", rangemode="tozero") | {"shapes": [line_at("x", 0)]}
+    caption = (
+        "How much the attack raises the perplexity of the untouched words, which are the same in both texts, with 95% "
+        "intervals. Left of 0 the perplexity falls."
+    )
+    if all(row.cost is None or row.cost.over != EVERYTHING for row in results.rows):
+        caption += " The intervals are for these models only."
+    return Plot("cost", "Cost of the attack on untouched words", caption, data, layout)
+
+
+def budget_curve(place: int, label: str, budgets: Sequence[float], errors: Sequence[Difference | None]) -> Trace:
+    """Return the curve of one router or attack, with its intervals if it has any."""
+    known = [(LEVELS * budget, error) for budget, error in zip(budgets, errors, strict=True) if error is not None]
+    means = [error.mean for _, error in known]
+    intervals = [(error.low, error.high) for _, error in known if error.low is not None and error.high is not None]
+    style = {}
+    if intervals and len(intervals) == len(known):
+        lows, highs = zip(*intervals, strict=True)
+        style["error_y"] = error_bars(means, lows, highs) | THIN
+    hover = f"{escaped(label)}, budget %{{x:.3g}}/{LEVELS}: %{{y:.2f}}%<extra></extra>"
+    return curve_of(place, None, [budget for budget, _ in known], means, hover, **style)
+
+
+def budget_plot(name: str, title: str, caption: str, data: list[Trace], error: str) -> Plot:
+    layout = {
+        "xaxis": {"title": {"text": f"budget (l_inf), in 1/{LEVELS}"}, "rangemode": "tozero"},
+        "yaxis": {"title": {"text": f"{error}, %"}, "rangemode": "tozero"},
+    }
+    return Plot(name, title, caption, data, layout)
+
+
+def attack_curves(results: Results) -> Iterator[Plot]:
+    """Yield a plot for each attack that was run at several budgets, of the error and of the top-5 error."""
+    for number, attack in enumerate(dict.fromkeys(name for row in results.rows for name in row.curves)):
+        for key, (error, end) in ERRORS.items():
+            data: list[Trace] = []
+            images = set()
+            for place, row in enumerate(results.rows):
+                curve = row.curves.get(attack)
+                if curve is not None and any(getattr(curve, key)):
+                    data.append(budget_curve(place, row.label, curve.budgets, getattr(curve, key)))
+                    images.add(curve.examples)
+            if not data:
+                continue
+            if key == "top5" and not any(value for trace in data for value in trace["y"]):
+                continue  # always so with five classes or fewer
+            caption = (
+                f"The {error} under {attack} on {', '.join(map(str, sorted(images)))} test images: means over seeds, with "
+                f"95% intervals{intervals_cover(results)}. A budget of 0 is the clean {error} of these images. {CARRIED}"
+            )
+            title = f"{attack}, error against budget{end}"
+            yield budget_plot(f"curve-{number}-{key}", title, caption, data, error)
+
+
+def fluctuation(results: Results) -> Plot:
+    """Draw the share of flips between snapshots of the training."""
+    data: list[Trace] = []
+    for place, row in enumerate(results.rows):
+        for layer, changes in _changes(results.cells_of(row)).items():
+            steps = sorted(changes)
+            means = [statistics.fmean(changes[step]) for step in steps]
+            hover = f"{escaped(row.label)}, up to step %{{x}}: %{{y:.2f}}% of the tokens<extra></extra>"
+            data.append(curve_of(place, layer, steps, means, hover))
+    layout = {
+        "xaxis": {"title": {"text": "step"}},
+        "yaxis": {"title": {"text": "% of the tokens"}, "rangemode": "tozero"},
+    }
+    caption = (
+        "Routing fluctuation: the share of tokens that flip between a snapshot and the one before, the mean over seeds. "
+        "Lower is more stable."
+    )
+    return Plot("fluctuation", "Fluctuation while training", caption, data, layout)
+
+
+def consistency(results: Results) -> Plot:
+    """Draw the share of tokens that keep their experts under a perturbation, by layer."""
+    data: list[Trace] = []
+    layers = 0
+    for place, row in enumerate(results.rows):
+        found: dict[int, list[float]] = {}
+        for cell in results.cells_of(row):
+            for layer, share in enumerate(cell.consistency.layers):
+                if share is not None:
+                    found.setdefault(layer, []).append(100 * share)
+        if found:
+            hover = f"{escaped(row.label)}, layer %{{x:.0f}}: %{{y:.2f}}% of the tokens<extra></extra>"
+            data.append(range_over_layers(place, len(results.rows), sorted(found.items()), hover))
+            layers = max(layers, max(found) + 1)
+    layout = {"xaxis": layer_axis(layers), "yaxis": {"title": {"text": "% of the tokens"}}}
+    perturbations = list(dict.fromkeys(cell.consistency.what for cell in results.cells))
+    caption = (
+        f"The share of tokens that keep their experts under {listed(perturbations) if perturbations else 'noise'}: "
+        "the mean over seeds, with bars from the lowest seed to the highest. Higher is more stable."
+    )
+    return Plot("consistency", "Consistency per layer", caption, data, layout)
+
+
+def by_layer(cells: Sequence[CellResult]) -> Iterator[tuple[str, list[Layer]]]:
+    """Yield the routing metrics of all seeds on clean data: first of all layers together, then of each layer."""
+    found: dict[int, list[Layer]] = {}
+    for layer in (layer for cell in cells for layer in cell.clean.routing.layers):
+        found.setdefault(layer.layer, []).append(layer)
+    if found:
+        yield ALL_LAYERS, [layer for same in found.values() for layer in same]
+    for place, same in sorted(found.items()):
+        yield str(place), same
+
+
+def _changes(cells: list[CellResult]) -> dict[str, dict[int, list[float]]]:
+    """Return the percentage of tokens that flipped, by layer and by the step of the later snapshot."""
+    found: dict[str, dict[int, list[float]]] = {ALL_LAYERS: {}}
+    for cell in cells:
+        for layer in cell.snapshots.layers:
+            for step, share in zip(cell.snapshots.steps[1:], layer.fluctuation, strict=True):
+                if share is not None:
+                    for name in (ALL_LAYERS, str(layer.layer)):
+                        found.setdefault(name, {}).setdefault(step, []).append(100 * share)
+    return {name: changes for name, changes in found.items() if changes}
+
+
 def _relative_load(layer: Layer) -> list[float]:
     even = statistics.fmean(layer.load.percent) if layer.load.percent else 0.0
     return sorted((percent / even if even else 0.0 for percent in layer.load.percent), reverse=True)
 
 
-def _thinned(steps: Sequence[int], losses: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Return means over neighbouring steps, so that at most POINTS points are left."""
-    width = math.ceil(len(steps) / POINTS)
-    parts = range(0, len(steps), width)
-    return (
-        [statistics.fmean(steps[start : start + width]) for start in parts],
-        [statistics.fmean(losses[start : start + width]) for start in parts],
-    )
+def _marks(place: int, x: Sequence[Any], names: Sequence[str], size: int, shape: str, hover: str, **style: Any) -> Trace:
+    marker = {"size": size, "symbol": shape, "line": {"width": 2}}
+    return trace(place, x, names, mode="markers", marker=marker, hovertemplate=hover, **style)
+
+
+def _single_seeds(place: int, figures: Sequence[float | None], name: str, shape: str) -> Trace:
+    small = {"size": 5, "symbol": shape}
+    return trace(place, figures, [name] * len(figures), mode="markers", marker=small, opacity=0.45, hoverinfo="skip")
+
+
+def _names_layout(data: Sequence[Trace], title: str, **axis: Any) -> dict[str, Any]:
+    """Return the layout of a plot with names on its y axis."""
+    return {"xaxis": {"title": {"text": escaped(title)}, **axis}, "yaxis": names_axis(), "height": plot_height(data)}
 
 
 def _error(found: Difference) -> dict[str, Any]:
-    if found.mean is None or found.low is None or found.high is None:
+    if found.low is None or found.high is None:
         return {"visible": False}
-    return {"type": "data", "symmetric": False, "array": [found.high - found.mean], "arrayminus": [found.mean - found.low]}
+    return error_bars([found.mean], [found.low], [found.high])

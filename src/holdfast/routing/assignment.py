@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from holdfast.kernels.launching import EVERYWHERE, cdiv, operator
+from holdfast.kernels.operators import EVERYWHERE, cdiv, operator
 from holdfast.routing.state import gather_over_ranks
 
 STEPS = (2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8, 2.0**-10, 2.0**-12)  # eps of each step, over the range of the scores

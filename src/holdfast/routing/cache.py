@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from holdfast.kernels.torch_internals import keep_address
+
 
 class RouterCache:
     """The rows that earlier tokens stored in one layer while decoding, by name, each `(B, past, ...)`.
@@ -105,7 +107,7 @@ class StaticRouterCache:
         if stored is None or stored.shape != shape or stored.dtype != like.dtype or stored.device != like.device:
             stored = self._rows[name] = torch.zeros(shape, dtype=like.dtype, device=like.device)
             if not torch.compiler.is_compiling():  # as transformers does for keys and values: CUDA graphs may then write it
-                torch._dynamo.mark_static_address(stored)
+                keep_address(stored)
         return stored
 
     @property

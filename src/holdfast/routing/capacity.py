@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from holdfast.errors import unknown_name
-from holdfast.kernels.launching import EVERYWHERE, operator
+from holdfast.kernels.operators import EVERYWHERE, operator
 from holdfast.kernels.select import ordered_keys, top
 from holdfast.routing.balanced import BATCH_WIDE, as_ratio, places_of_each
 from holdfast.routing.declarations import FLOAT, ActiveExperts, Conditions, Cost, LayerSizes, NoCertificate

@@ -20,7 +20,7 @@ from torch import Tensor
 from holdfast.errors import unknown_name
 from holdfast.kernels import clusters
 from holdfast.kernels.clusters import naive
-from holdfast.kernels.launching import on_side_stream, wait_for_side_stream
+from holdfast.kernels.operators import on_side_stream, wait_for_side_stream
 from holdfast.kernels.select import top
 from holdfast.routing.declarations import FLOAT, Cost, LayerSizes, Order, Scales
 from holdfast.routing.parts import LinearScore, ScalableScore, Score, ScoreDeclarations, Traits, normalise

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.errors import unknown_name
-from holdfast.kernels.backward import snapshot_for_backward
 from holdfast.kernels.fp32_linear import linear_float32
+from holdfast.kernels.operators import snapshot_for_backward
 from holdfast.kernels.select import count_pairs
 from holdfast.routing.declarations import FLOAT, Cost
 from holdfast.routing.parts import TINY, Informer, InformerDeclarations

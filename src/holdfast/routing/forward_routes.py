@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from holdfast.kernels.backward import is_recomputing
+from holdfast.kernels.torch_internals import is_recomputing
 from holdfast.routing.threads import PerThread, entered, entered_keys
 
 ROUTED_EXPERTS = "routed_experts"  # the argument of a model with recorded routes, named as in vLLM and SGLang

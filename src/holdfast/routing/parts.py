@@ -16,7 +16,6 @@ from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 
 from holdfast.kernels.fp32_linear import linear_float32, scaled_linear_float32
 from holdfast.kernels.select import TINY as TINY
@@ -174,12 +173,6 @@ class Part(nn.Module, ABC):
         """The parts inside this one, which declare their own cost."""
         return ()
 
-    @property
-    def is_watched(self) -> bool:
-        """Whether something else runs when this part is called: hooks, or a forward that another library has set."""
-        own = (self._forward_hooks, self._forward_pre_hooks, self._backward_hooks, self._backward_pre_hooks)
-        return any(own) or "forward" in self.__dict__ or _has_any_global_hook()
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Apply `fn` as `nn.Module` does, but keep the dtype of state: `model.to(torch.bfloat16)` must not round it."""
         kept = {name: state for name, state in self._buffers.items() if state is not None and state.is_floating_point()}
@@ -201,11 +194,6 @@ class Score(Part):
     @property
     def declares(self) -> ScoreDeclarations:
         return ScoreDeclarations()
-
-    @property
-    def plain_matrix(self) -> Tensor | None:
-        """The matrix (E,d), if the logits are its product with the tokens, and it does nothing else."""
-        return None
 
     @abstractmethod
     def forward(self, tokens: Tensor, context: Context) -> Tensor:
@@ -331,11 +319,6 @@ class Selector(Part):
         if not scores.informed:
             return Scores(noisy, self.gate(noisy), informed=False, raw=noisy)
         return Scores.from_gates(scores.gates.sum(-1, keepdim=True) * torch.softmax(noisy, dim=-1), scores.raw)
-
-    @property
-    def plain_k(self) -> int | None:
-        """k, if it selects the k best experts, with a softmax over their logits as weights, and does nothing else."""
-        return None
 
     def most_rows(self, tokens: int) -> int | None:
         """Return how many slots of this many tokens have an expert at most, in the current mode; None: all slots may.

@@ -5,12 +5,12 @@ B sequences of N tokens, T = B*N tokens in all, width d, E experts, K slots per 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from holdfast.kernels.torch_internals import register_dataclass
 from holdfast.routing.cache import RouterCache
 
 LARGEST_IN_PADDING = 2.0**50  # the product of two such numbers is far below the largest float32
@@ -20,8 +20,7 @@ LARGEST_IN_PADDING = 2.0**50  # the product of two such numbers is far below the
 class Routing:
     """The experts of each token, their weights, and the scores they were selected by.
 
-    Losses, metrics and certificates read this. On a GPU, a kernel may compute the balance loss of plain top-k from logits:
-    its gradient reaches the router, and does not pass through `gates`.
+    Losses, metrics and certificates read this.
     """
 
     logits: Tensor  # (T,E) float32, the scores before the gate function
@@ -82,8 +81,7 @@ class Routing:
         return torch.stack([*values, self.gates.new_zeros(())]).sum()
 
 
-# `torch.export` can then export a layer that returns a Routing.
-pytree.register_dataclass(Routing, serialized_type_name="holdfast.Routing")
+register_dataclass(Routing, "holdfast.Routing")
 
 
 @dataclass(frozen=True)
@@ -123,6 +121,34 @@ class Previous:
 
     tokens: Tensor  # (B,N,d)
     routing: Routing
+
+
+class TokenReader(Protocol):
+    """What `checked_tokens` asks of a router."""
+
+    @property
+    def dim(self) -> int: ...
+
+    @property
+    def layer(self) -> str: ...
+
+    @property
+    def traits(self) -> Any: ...
+
+
+def checked_tokens(tokens: Tensor, reader: TokenReader) -> Tensor:
+    """Return `tokens` as (B,N,d); raise ValueError if a router cannot read them."""
+    if tokens.dim() == 2 and not reader.traits.sequence_aware:
+        tokens = tokens.unsqueeze(0)
+    if tokens.dim() != 3:
+        whole = reader.traits.sequence_aware
+        expected = "(B, N, d), because it reads whole sequences" if whole else "(B, N, d) or (T, d)"
+        raise ValueError(f"{reader.layer}: tokens have shape {tuple(tokens.shape)}; this router takes {expected}.")
+    if not tokens.is_floating_point():
+        raise ValueError(f"{reader.layer}: tokens have dtype {tokens.dtype}; expected a floating-point dtype.")
+    if tokens.shape[-1] != reader.dim:
+        raise ValueError(f"{reader.layer}: tokens have width {tokens.shape[-1]}; this router was built for {reader.dim}.")
+    return tokens
 
 
 @dataclass(frozen=True)

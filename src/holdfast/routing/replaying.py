@@ -4,6 +4,7 @@ A record has K integers for each token: experts, E in an unused slot, or -1 in e
 is routed live. Only the set of experts is replayed. Scores are live, so gradients reach the router, and what a part learns
 without gradients it learns from live scores.
 
+    replay_record       both of the following
     checked_slots       the record of one layer in the form of `Routing.experts`, after checks
     replay_selection    what a router's selector would have returned if it had selected these experts
 
@@ -13,6 +14,7 @@ B sequences of N tokens, E experts, K slots in a record, S slots in the live sel
 import torch
 from torch import Tensor
 
+from holdfast.kernels.torch_internals import assert_on_device
 from holdfast.routing.parts import Selector
 from holdfast.routing.rules import Scores, Selection
 
@@ -54,7 +56,7 @@ def require_values(slots: Tensor, experts: int, k: int | None, layer: str) -> No
     of_size = torch.ones_like(whole) if k is None else ((used.sum(-1) == k) | none).all()
     is_capturing = slots.is_cuda and torch.cuda.is_current_stream_capturing()
     if torch.compiler.is_compiling() or is_capturing:
-        torch._assert_async(in_range & whole & of_size & ~repeated.any(), f"{layer}: recorded routes do not fit")
+        assert_on_device(in_range & whole & of_size & ~repeated.any(), f"{layer}: recorded routes do not fit")
         return
     if bool(in_range & whole & of_size & ~repeated.any()):
         return
@@ -75,6 +77,15 @@ def require_values(slots: Tensor, experts: int, k: int | None, layer: str) -> No
     raise ValueError(f"{layer}: a token has {count} recorded experts, but the router selects k = {k} for every token.")
 
 
+def replay_record(select: Selector, live: Selection, scores: Scores, record: Tensor, layer: str) -> Selection:
+    """Return `live` with the experts of a `record (B,N,K)`; raise ValueError if this selector cannot replay it."""
+    if select.layer_kind != "moe":
+        raise ValueError(f"{layer}: every token of a SoftMoE or SMEAR layer uses all experts; it cannot replay routes.")
+    k = None if select.ragged else live.experts.shape[-1]
+    shape, experts = live.gates.shape[:2], live.gates.shape[2]
+    return replay_selection(select, live, scores, checked_slots(record.to(live.gates.device), shape, experts, k, layer))
+
+
 def replay_selection(select: Selector, live: Selection, scores: Scores, slots: Tensor) -> Selection:
     """Return `live` with the experts of `slots (B,N,K)` (see `checked_slots`), and their weights under the live scores.
 
@@ -83,11 +94,11 @@ def replay_selection(select: Selector, live: Selection, scores: Scores, slots: T
     """
     experts, width = live.gates.shape[-1], max(slots.shape[-1], live.experts.shape[-1])
     recorded = (slots >= 0).all(-1, keepdim=True)
-    slots, own = _widened(slots, width, experts), _widened(live.experts, width, experts)
-    held = slots.where(recorded, own)
+    slots, live_slots = _widened(slots, width, experts), _widened(live.experts, width, experts)
+    held = slots.where(recorded, live_slots)
     # A rule cannot weigh an empty set: it weighs the live one, and the weights of unused slots are 0 below.
     in_use = held < experts
-    weighed = held.where(in_use.any(-1, keepdim=True), own)
+    weighed = held.where(in_use.any(-1, keepdim=True), live_slots)
     weights = select.replayed_weights(weighed, scores, live).where(in_use, 0.0)
     changed = live._replace(experts=held, weights=weights)
     if live.requested is not None:

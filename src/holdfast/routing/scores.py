@@ -47,11 +47,6 @@ class Linear(LinearScore):
     def matrix(self) -> Tensor:
         return self.weight
 
-    @property
-    def plain_matrix(self) -> Tensor | None:
-        # A subclass may compute something else.
-        return self.weight if type(self) is Linear and self.bias is None else None
-
     def finish(self, projected: Tensor) -> Tensor:
         return projected if self.bias is None else projected + self.bias.float()
 

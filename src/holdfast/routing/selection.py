@@ -74,12 +74,6 @@ class TopK(Selector):
     def slots(self) -> int:
         return self.k if self.k_final is None else max(self.k, self.k_final)
 
-    @property
-    def plain_k(self) -> int | None:
-        rule = self.rule
-        is_plain = type(self) is TopK and type(rule) is Softmax and rule.renormalise and self.k_final is None
-        return self.k if is_plain and self.noise is None else None
-
     def progress(self, fraction: float) -> None:
         if self.k_final is not None:
             self.active.fill_(self.k + int(fraction * (self.k_final - self.k)))

@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from holdfast.errors import unknown_name
-from holdfast.kernels.backward import snapshot_for_backward
+from holdfast.kernels.operators import snapshot_for_backward
 from holdfast.kernels.select import POWERS, Limit, Powers, select_smooth_top_k, smooth_strip
 from holdfast.kernels.statistics import DIGITS, midpoint, order_statistic, update_running_mean
 from holdfast.routing.balanced import as_ratio

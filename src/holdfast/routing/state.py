@@ -17,8 +17,8 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from holdfast.kernels.backward import is_first_forward, is_recomputing
-from holdfast.kernels.launching import on_side_stream
+from holdfast.kernels.operators import is_first_forward, on_side_stream
+from holdfast.kernels.torch_internals import is_recomputing
 from holdfast.routing.parts import Part
 
 

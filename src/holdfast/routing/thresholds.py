@@ -30,8 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.errors import unknown_name
-from holdfast.kernels.backward import snapshot_for_backward
-from holdfast.kernels.launching import wait_for_side_stream
+from holdfast.kernels.operators import snapshot_for_backward, wait_for_side_stream
 from holdfast.kernels.select import top
 from holdfast.routing.declarations import (
     FLOAT,

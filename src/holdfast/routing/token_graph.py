@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from holdfast.errors import unknown_name
 from holdfast.kernels.attention import attention_entropy, projected_norms, sampled, take_heads
-from holdfast.kernels.backward import snapshot_for_backward
 from holdfast.kernels.fp32_linear import linear_float32
+from holdfast.kernels.operators import snapshot_for_backward
 from holdfast.kernels.statistics import update_running_mean
 from holdfast.kernels.token_mixing import Levels, SecondProduct, softmax_mix, softmax_mix_with_total
 from holdfast.routing.bounds import DotProductChange, Norm

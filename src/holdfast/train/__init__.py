@@ -1,5 +1,6 @@
 """Recipes, training, and comparisons of routers under equal conditions."""
 
+from holdfast.train.building import build_model as build_model
 from holdfast.train.cells import Cell as Cell
 from holdfast.train.comparison import Comparison as Comparison
 from holdfast.train.image_task import attack_images as attack_images
@@ -14,6 +15,4 @@ from holdfast.train.saved_model import make_task as make_task
 from holdfast.train.saved_model import save_trained as save_trained
 from holdfast.train.task import Task as Task
 from holdfast.train.task import attack_routers as attack_routers
-from holdfast.train.task import attack_text as attack_text
-from holdfast.train.training import build_model as build_model
 from holdfast.train.training import train as train

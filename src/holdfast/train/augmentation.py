@@ -22,8 +22,8 @@ from holdfast.checked import Limits
 from holdfast.data import ExampleOrder, Images, PixelScaling
 from holdfast.data.draws import Draws, ManyDraws
 from holdfast.data.image_operations import LARGEST_MAGNITUDE, OPERATIONS
-from holdfast.data.labelled_images import ArrayImages, Box, as_bytes
-from holdfast.train.mixed_labels import SECOND_LABELS, SECOND_SHARES
+from holdfast.data.images import ArrayImages, Box, as_bytes
+from holdfast.train.soft_labels import SECOND_LABELS, SECOND_SHARES
 
 OF_IMAGES, OF_MIXING = 1, 2  # the second numbers of the keys of random draws
 RATIO = (3 / 4, 4 / 3)  # of the sides of a crop; Szegedy et al. 2015
@@ -80,14 +80,10 @@ class AugmentedImages:
 
     def on(self, device: torch.device) -> "AugmentedImages | MovedImages":
         """Return the same with inputs on the device, if pixels are only moved and all images fit there; otherwise this."""
-        images = self.images.on(device) if self.part.only_moves_pixels else self.images
-        if (
-            not self.part.only_moves_pixels
-            or not isinstance(images, ArrayImages)
-            or images.values.device.type != device.type
-        ):
-            return self
-        return MovedImages(images, self.scaling, self.part, seed=self.seed)
+        images = self.images.on(device) if self.part.only_moves_pixels else None
+        if isinstance(images, ArrayImages) and images.values.device.type == device.type:
+            return MovedImages(images, self.scaling, self.part, seed=self.seed)
+        return self
 
     def __call__(self, order: ExampleOrder, places: Sequence[int]) -> dict[str, Tensor]:
         if not self.part.mixup and not self.part.cutmix:
@@ -162,6 +158,9 @@ class MovedImages:
         self.rows_of_table = 256 * torch.arange(channels, device=device).view(-1, 1)
         self.y, self.x = torch.arange(height, device=device), torch.arange(width, device=device)
 
+    def on(self, device: torch.device) -> "MovedImages":
+        return self
+
     def __call__(self, order: ExampleOrder, places: Sequence[int]) -> dict[str, Tensor]:
         draws, pad = ManyDraws(self.seed, OF_IMAGES, last=places), self.part.pad
         none = np.zeros(len(places), dtype=np.int64)
@@ -172,16 +171,13 @@ class MovedImages:
         (_, height, width), x = self.images.shape, self.x
         column = left[:, None] + torch.where(is_flipped[:, None] > 0, width - 1 - x, x)  # (B,W)
         row = top[:, None] + self.y  # (B,H)
-        inside = _is_in(row, height)[:, :, None] & _is_in(column, width)[:, None, :]
-        source = (row.clamp(0, height - 1) * width)[:, :, None] + column.clamp(0, width - 1)[:, None, :]  # (B,H,W)
+        near_row, near_column = row.clamp(0, height - 1), column.clamp(0, width - 1)
+        inside = (row == near_row)[:, :, None] & (column == near_column)[:, None, :]
+        source = (near_row * width)[:, :, None] + near_column[:, None, :]  # (B,H,W)
         pixels = self.images.values[numbers]
         moved = pixels.flatten(2).gather(2, source.flatten(1)[:, None].expand(-1, pixels.shape[1], -1)).long()
         moved = moved.masked_fill(~inside.flatten(1)[:, None], 0) + self.rows_of_table
         return {"pixel_values": self.table[moved].view(pixels.shape), "labels": self.images.labels[numbers]}
-
-
-def _is_in(places: Tensor, count: int) -> Tensor:
-    return (places >= 0) & (places < count)
 
 
 def crop_box(draws: Draws, width: int, height: int, smallest: float) -> Box:

@@ -69,13 +69,6 @@ def merge_results(folder: Path, results: Sequence[Result]) -> list[Result]:
     return [found[key] for key in sorted(found, key=lambda key: (settings.index(key[0]), routers.index(key[1]), key[2]))]
 
 
-def without_examples(stored: Any) -> Any:
-    """Return stored results without those of single test examples ("per_example")."""
-    if isinstance(stored, dict):
-        return {key: without_examples(value) for key, value in stored.items() if key != "per_example"}
-    return [without_examples(one) for one in stored] if isinstance(stored, list) else stored
-
-
 def _key(result: Result) -> tuple[str, str, int]:
     """Return the setting, the router and the seed of a result."""
     return json.dumps(result.get("settings", {}), sort_keys=True), str(result["router"]), int(result["seed"])

@@ -4,8 +4,7 @@ A sweep has cells for each of its settings: cells/smoe-sparse.k=1-seed0/.
 
     cells/smoe-seed0/   router.json, training/ (checkpoints, snapshots, log), model/, task.json, result.json; in its name,
                         characters that are not safe in file names are replaced, and a checksum of the name is added
-    results.json        all finished cells of the folder, without the results of single test examples, and the rows that
-                        compare the routers
+    results.json        `results.Results`: the rows that compare the routers, and what a page draws of all finished cells
 
 Several processes may work on one comparison: each cell has a lock. With `jobs` above 1, cells are trained in parallel in
 worker processes, because one small model uses only a part of a GPU. The result of a cell does not depend on how many others
@@ -24,7 +23,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import partial
 from multiprocessing import active_children, get_context, parent_process
 from multiprocessing.managers import SyncManager
@@ -33,16 +31,17 @@ from typing import Any
 
 import torch
 
+from holdfast.checked import from_mapping
 from holdfast.files import remove_folder, require_no_links
 from holdfast.hub.install import hooks_of
-from holdfast.locking import POLL, Lock, Owner, describe_writer, locked
+from holdfast.locking import POLL, Lock, Owner, locked
 from holdfast.plugins import PLUGIN_ERRORS, failure_in_plugin, load_plugin, plugin_files
 from holdfast.stored import without_nan
-from holdfast.train.cells import Cell, Result, merge_results, without_examples
+from holdfast.train.building import build_model, preflight
+from holdfast.train.cells import Cell, Result, merge_results
 from holdfast.train.domain_summary import summarise_domains
-from holdfast.train.loop import Guard
-from holdfast.train.preflight import preflight
 from holdfast.train.recipe import Recipe, RouterChoice
+from holdfast.train.results import CellResult, Metric, Results, Run
 from holdfast.train.run_folder import (
     agrees,
     claim,
@@ -67,7 +66,7 @@ from holdfast.train.summary import summarise
 from holdfast.train.sweep import Setting, require_few_cells, shares_data, with_choices, with_recipe
 from holdfast.train.task import Task
 from holdfast.train.task_record import MODEL, TASK
-from holdfast.train.training import build_model, quiet, require_trainable, train
+from holdfast.train.training import quiet, require_trainable, train
 from holdfast.version import VERSION, versions
 
 # The keys that a complete result.json must have.
@@ -159,8 +158,9 @@ class Comparison:
         self._preflight()
         found: dict[str, Result] = {}
         while missing := [cell for cell in self.cells if cell.name not in found]:
+            free = [cell for cell in missing if self._locks[cell.name].holder() is None]
             if jobs > 1:
-                run_in_parallel(self, [cell for cell in missing if self._writer(cell) is None], jobs, progress)
+                run_in_parallel(self, free, jobs, progress)
             owners = {}
             for cell in missing:
                 result = self.attempt(cell, progress)
@@ -188,26 +188,27 @@ class Comparison:
                 raise ValueError(f"with {setting.label}: {problem}" if setting.values else str(problem)) from problem
             built.append(parts)
 
-    def finish(self, results: Sequence[Result], guard: Guard = lambda: None) -> list[dict[str, Any]]:
-        """Write results.json with these and the other finished cells of the folder; return the rows that compare routers."""
-        cells = merge_results(self.folder, results)
-        rows = summarise(cells, cells[0]["router"])
-        # Versions are not part of the identity: a run can be resumed after an update of a package.
-        metrics = self.task.other_metrics
-        run = {**self.identity(), "measure": asdict(self.task.measure), **({"metrics": metrics} if metrics else {})}
-        domains = summarise_domains(cells, cells[0]["router"])
-        stored = {"run": run, "versions": versions(), "rows": rows, **({"domains": domains} if domains else {})}
-        require_no_links(self.folder / "results.json", self.folder)
-        guard()
-        write_json(self.folder / "results.json", {**stored, "cells": without_examples(cells)})
-        return rows
+    def finish(self, results: Sequence[Result], page: Callable[[Results], Any] = lambda finished: None) -> Results:
+        """Write results.json with these and the other finished cells of the folder, call `page` with it, and return it.
 
-    def publish(self, results: Sequence[Result], page: Callable[[], Any]) -> list[dict[str, Any]]:
-        """Call `finish`, then `page`, which writes the report, under one lock: no other process writes between the two."""
+        `page` writes the report. One lock is held for both files: no other process writes between the two.
+        """
         with locked(self.folder, wait=True) as lock:
-            rows = self.finish(results, lock.check)
-            page()
-        return rows
+            cells = merge_results(self.folder, results)
+            baseline = cells[0]["router"]
+            metrics = [from_mapping(Metric, described) for described in self.task.other_metrics]
+            finished = Results(
+                run=Run(**self.identity(), measure=self.task.measure, metrics=metrics),
+                versions=versions(),  # not part of the identity: a run can be resumed after an update of a package
+                rows=summarise(cells, baseline),
+                domains=summarise_domains(cells, baseline),
+                cells=[CellResult.of(cell) for cell in cells],
+            )
+            require_no_links(self.folder / Results.file_name, self.folder)
+            lock.check()
+            finished.save(self.folder / Results.file_name)
+            page(finished)
+        return finished
 
     def stored(self, cell: Cell) -> Result | None:
         """Return the stored result of a cell; None if it is not finished, or if its file is damaged."""
@@ -230,7 +231,7 @@ class Comparison:
         stored = self._stored_with_progress(cell, progress)
         if stored is not None:
             return stored
-        owner = self._writer(cell)
+        owner = lock.holder()
         if owner is not None:
             return owner
         with _deterministic_threads():
@@ -307,17 +308,12 @@ class Comparison:
                 "give this router another name."
             )
 
-    def _writer(self, cell: Cell) -> Owner | None:
-        """Return the other process that trains the cell now, if any."""
-        state, owner = self._locks[cell.name].holder()
-        return None if state == "dead" else owner
-
     def _wait(self, owners: dict[str, Owner]) -> None:
         """Wait for `POLL` seconds. Log once which process trains a cell, when a second call finds the same process."""
         for name, owner in owners.items():
             found, was_logged = self._seen.get(name, (None, False))
             if owner == found and not was_logged:
-                logger.warning("waiting for cell %s: %s", name, describe_writer(owner))
+                logger.warning("waiting for cell %s: %s writes it.", name, owner)
             self._seen[name] = owner, owner == found
         time.sleep(POLL)
 

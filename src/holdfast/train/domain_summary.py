@@ -10,73 +10,67 @@ images, that of the mean over D domains is sqrt(sum_d h_d^2) / D, and for the wo
 import json
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from holdfast.metrics import Difference, paired
 from holdfast.metrics.paired import over_examples
-from holdfast.train.domain_task import HELD_OUT
+from holdfast.train.image_task import HELD_OUT
+from holdfast.train.results import DomainRow
 
 Scores = Mapping[str, Mapping[str, Any]]  # of one seed, by held-out domain: "figure" is the error
 
-OVER_DOMAINS: dict[str, tuple[Callable[[Sequence[float]], float], Callable[[Sequence[float]], float]]] = {
-    "mean": (statistics.fmean, lambda distances: math.hypot(*distances) / len(distances)),
-    "worst": (min, max),
-}  # of accuracies, and of distances to an end of the interval
+OverDomains = tuple[Callable[[Sequence[float]], float], Callable[[Sequence[float]], float]]
+# Of accuracies, and of distances to an end of the interval.
+MEAN: OverDomains = (statistics.fmean, lambda distances: math.hypot(*distances) / len(distances))
+WORST: OverDomains = (min, max)
 
 
-def summarise_domains(results: Sequence[dict[str, Any]], baseline: str) -> list[dict[str, Any]]:
+def summarise_domains(results: Sequence[Mapping[str, Any]], baseline: str) -> list[DomainRow]:
     """Return a row for each router, in each setting of a sweep; empty unless at least two domains were held out.
 
     A row has the accuracy on each domain, their mean and their worst, each over seeds with a 95% interval, and the paired
     differences of the mean and the worst to the baseline of the same setting.
     """
-    groups: dict[str, list[dict[str, Any]]] = {}
+    groups: dict[str, list[Mapping[str, Any]]] = {}
     for result in results:
         if HELD_OUT in result.get("settings", {}):
-            groups.setdefault(json.dumps(_others(result), sort_keys=True), []).append(result)
+            groups.setdefault(json.dumps(_without_domain(result), sort_keys=True), []).append(result)
     return [row for group in groups.values() for row in _rows(group, baseline)]
 
 
-def _others(result: Mapping[str, Any]) -> dict[str, Any]:
+def _without_domain(result: Mapping[str, Any]) -> dict[str, Any]:
     """Return the setting of a result without its held-out domain."""
     return {key: value for key, value in result["settings"].items() if key != HELD_OUT}
 
 
-def _rows(results: Sequence[dict[str, Any]], baseline: str) -> list[dict[str, Any]]:
+def _rows(results: Sequence[Mapping[str, Any]], baseline: str) -> Iterator[DomainRow]:
     domains = list(dict.fromkeys(result["settings"][HELD_OUT] for result in results))
     if len(domains) < 2:
-        return []
-    found: dict[str, dict[int, dict[str, dict[str, Any]]]] = {}
+        return
+    routers: dict[str, dict[int, dict[str, Any]]] = {}
     for result in results:
-        seeds = found.setdefault(result["router"], {})
+        seeds = routers.setdefault(result["router"], {})
         seeds.setdefault(result["seed"], {})[result["settings"][HELD_OUT]] = result["clean"]
     complete = {
-        router: {seed: each for seed, each in sorted(seeds.items()) if len(each) == len(domains)}
-        for router, seeds in found.items()
+        router: {seed: scores for seed, scores in sorted(seeds.items()) if len(scores) == len(domains)}
+        for router, seeds in routers.items()
     }
-    setting = _others(results[0])
-    return [
-        {**_row(router, domains, seeds, complete.get(baseline, {}), router == baseline), **_if_any("settings", setting)}
-        for router, seeds in complete.items()
-        if seeds
-    ]
-
-
-def _row(
-    router: str, domains: Sequence[str], mine: Mapping[int, Scores], theirs: Mapping[int, Scores], is_baseline: bool
-) -> dict[str, Any]:
-    row: dict[str, Any] = {"router": router, "seeds": sorted(mine)}
-    own = list(mine.values())
-    row["accuracy"] = {domain: asdict(_over_domains([[one] for one in own], min, max, [domain])) for domain in domains}
-    shared = [] if is_baseline else sorted(mine.keys() & theirs.keys())
-    for name, (over, distance) in OVER_DOMAINS.items():
-        row[name] = asdict(_over_domains([[one] for one in own], over, distance, domains))
-        if shared:
-            pairs = [[theirs[seed], mine[seed]] for seed in shared]
-            row[f"{name}, difference"] = _over_domains(pairs, over, distance, domains).summary()
-    return row
+    for router, mine in complete.items():
+        theirs = {} if router == baseline else complete.get(baseline, {})
+        alone = [[scores] for scores in mine.values()]
+        pairs = [[theirs[seed], mine[seed]] for seed in mine if seed in theirs]
+        if mine:
+            yield DomainRow(
+                router=router,
+                settings=_without_domain(results[0]),
+                seeds=sorted(mine),
+                accuracy={domain: _over_domains(alone, min, max, [domain]) for domain in domains},
+                mean=_over_domains(alone, *MEAN, domains),
+                mean_difference=_over_domains(pairs, *MEAN, domains) if pairs else None,
+                worst=_over_domains(alone, *WORST, domains),
+                worst_difference=_over_domains(pairs, *WORST, domains) if pairs else None,
+            )
 
 
 def _over_domains(
@@ -106,7 +100,3 @@ def _distances(routers: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[float, f
     means = [statistics.fmean(score["figure"] for score in scores) for scores in routers]
     mean = means[-1] - (means[0] if len(means) == 2 else 0.0)
     return mean - examples[0], examples[1] - mean
-
-
-def _if_any(key: str, value: Any) -> dict[str, Any]:
-    return {key: value} if value else {}

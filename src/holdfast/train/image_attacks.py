@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from holdfast.attacks import CORRUPTIONS, AttackedInputs, attack_curve, attack_pixels, corrupt, find_attack
-from holdfast.attacks.curves import ascending
+from holdfast.attacks.inputs import ascending
 from holdfast.attacks.registry import Attack, require_options
 from holdfast.data import PixelScaling
 from holdfast.files import MIB
@@ -46,10 +46,6 @@ def batch_size(side: int, device: torch.device) -> int:
     return BATCH if device.type == "cpu" else max(BATCH, min(MOST_IN_BATCH, BATCH * 224**2 // side**2))
 
 
-def error_percent(correct: int, count: int) -> float:
-    return 100 * (1 - correct / count)
-
-
 @torch.no_grad()
 def logits_of(classify: Classify, pixels: Tensor) -> Tensor:
     """Return the logits of images on the model's device."""
@@ -63,11 +59,11 @@ def wrong_of(classify: Classify, pixels: Tensor, labels: Tensor) -> Tensor:
 
 def error_of(wrong: Tensor) -> float:
     """Return the share of True in percent, from counts as every error here: shares differ in the last digit."""
-    return error_percent(int((~wrong).sum()), len(wrong))
+    return 100 * (1 - int((~wrong).sum()) / len(wrong))
 
 
 def per_image(wrong: Tensor) -> dict[str, Any]:
-    """Return the answers to single images as `metrics.per_example` stores them."""
+    """Return the answers to single images as `metrics.Shares` stores them."""
     return Shares(wrong.cpu().double().numpy()).stored()
 
 
@@ -152,6 +148,11 @@ def attack_all(
     return results, curves, main
 
 
+def made_corruptions() -> list[str]:
+    """Return the names of the corruptions that need no files."""
+    return [name for name, corruption in CORRUPTIONS.items() if not corruption.files]
+
+
 @final
 class Corrupted:
     """The corrupted images of a test set. They are the same for every model, and are kept if they are not too large."""
@@ -159,11 +160,6 @@ class Corrupted:
     def __init__(self, pixels: Tensor, seed: int = ATTACK_SEED) -> None:
         self.pixels, self.seed = pixels.cpu(), seed
         self._kept: dict[tuple[str, int], Tensor] = {}
-
-    @property
-    def names(self) -> list[str]:
-        """The corruptions that need no files."""
-        return [name for name, corruption in CORRUPTIONS.items() if not corruption.files]
 
     def images(self, name: str, severity: int) -> Tensor:
         """Return the images under a corruption, on the CPU."""
@@ -176,7 +172,9 @@ class Corrupted:
 
     def wrong(self, classify: Classify, labels: Tensor, severity: int) -> dict[str, Tensor]:
         """Return which images are wrong under each corruption of one severity; `labels` are on the model's device."""
-        return {name: wrong_of(classify, self.images(name, severity).to(labels.device), labels) for name in self.names}
+        return {
+            name: wrong_of(classify, self.images(name, severity).to(labels.device), labels) for name in made_corruptions()
+        }
 
     def errors(self, classify: Classify, labels: Tensor, severity: int) -> dict[str, float]:
         """Return the error under each corruption of one severity."""
@@ -188,7 +186,7 @@ class Corrupted:
         found = {severity: {name: error_of(wrong) for name, wrong in each.items()} for severity, each in answers.items()}
         every = torch.stack([wrong for each in answers.values() for wrong in each.values()]).double().mean(0)
         clean = error_of(wrong_of(classify, self.pixels.to(labels.device), labels))
-        each = {name: _mean(errors[name] for errors in found.values()) for name in self.names}
+        each = {name: _mean(errors[name] for errors in found.values()) for name in made_corruptions()}
         by_severity = {str(severity): _mean(errors.values()) for severity, errors in found.items()}
         severity = {"severity": severities[0]} if len(severities) == 1 else {"severities": by_severity}
         counted = {"figure": _mean(each.values()), "clean": clean, "examples": len(labels)}
@@ -271,7 +269,7 @@ def _corruption_table(
     severities = sorted(set(severities))
     found = {severity: images.errors(classify, labels, severity) for severity in severities}
     rows = [["clean", *[clean[0]] * len(severities)]]
-    rows += [[name, *(found[severity][name] for severity in severities)] for name in images.names]
+    rows += [[name, *(found[severity][name] for severity in severities)] for name in made_corruptions()]
     rows.append(["mean of corruptions", *(_mean(errors.values()) for errors in found.values())])
     skipped = ", ".join(name for name, corruption in CORRUPTIONS.items() if corruption.files)
     one = len(severities) == 1

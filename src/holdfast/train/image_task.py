@@ -2,25 +2,38 @@
 
 The metric is the error in percent: 100 (1 - correct / count). Pixels are between 0 and 1 here, and attacks have their budget
 in this range; a model reads them scaled to [-1, 1], or as the image processor of its checkpoint says (`PixelScaling`).
+
+`DomainTask` has images of several domains: train on all but one, select the checkpoint on these, and test on the one that is
+held out.
+
+    train       four fifths of each training domain; a batch has as many images of each
+    validation  the other fifth of each, pooled: with `training.keep: best` and `best_by: figure`, it selects the checkpoint
+    test        the whole held-out domain, which neither training nor selection reads
+
+The split is drawn by the seed of the run, so intervals over seeds include it. The metric is the same error; 100 minus it is
+the accuracy that `domain_summary` compares.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+import base64
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, final
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from holdfast.data import ExampleOrder, Images, ImageSet, Order, PixelScaling, image_set
+from holdfast.data import DomainSet, ExampleOrder, Images, ImageSet, Order, PixelScaling, domain_set, image_set
 from holdfast.data.shifted_images import UnsplitImages
 from holdfast.hub import trace
 from holdfast.metrics import ChosenMetrics
 from holdfast.metrics.tasks import in_top_k
 from holdfast.train.augmentation import AugmentedImages
 from holdfast.train.image_attacks import (
+    Classify,
     Corrupted,
     attack_all,
     attack_name,
@@ -30,27 +43,29 @@ from holdfast.train.image_attacks import (
     check_images_attacks,
     classifier,
     error_of,
-    error_percent,
     per_image,
 )
-from holdfast.train.image_processor import written_processor
-from holdfast.train.image_size_check import require_patches, scale_warning, size_line
+from holdfast.train.image_reading import require_patches, scale_warning, size_line, written_processor
 from holdfast.train.recipe import Recipe
 from holdfast.train.shifted_tests import CleanImages, ShiftedTests, recognise_all
 from holdfast.train.start import start_model, start_scaling
 from holdfast.train.task import (
     AttackTable,
     Examples,
+    HeldOut,
     Inputs,
     Measure,
     Task,
+    evaluating,
     first_experts,
     routing_metrics,
 )
 
 PROBE_IMAGES = 64
 VIEW_IMAGES = 8
+AUDIT_IMAGES, AUDIT_BATCH = 64, 16
 VALIDATION_IMAGES = 2048  # at most
+HELD_OUT = "data.held_out"  # the key of the recipe
 
 
 class ImageTask(Task):
@@ -97,6 +112,10 @@ class ImageTask(Task):
         return Order(len(self.image_set.images("train")), size, seed)
 
     @property
+    def source(self) -> ImageSet:
+        return self.image_set
+
+    @property
     def measure(self) -> Measure:
         attack = self.recipe.attack
         long = "share of test images that are classified wrongly, in percent"
@@ -117,8 +136,7 @@ class ImageTask(Task):
         scaling = {} if self.scaling == PixelScaling() else {"scaling": asdict(self.scaling)}
         return {"classes": list(self.image_set.classes), "checksum": self.image_set.checksum, **scaling}
 
-    def processor(self) -> Any:
-        """Return transformers' image processor that reads images as this task does."""
+    def preprocessor(self) -> Any:
         return written_processor(self.scaling, self.image_set.images("train").shape)
 
     def initial_model(self) -> Any:
@@ -144,33 +162,35 @@ class ImageTask(Task):
         def fetch_on(device: torch.device) -> Callable[[Tensor], Inputs]:
             return partial(_inputs, images.on(device), self.scaling)
 
-        fetch, steps, augment = partial(_inputs, images, self.scaling), training.step_count(len(images)), training.augment
-        how: dict[str, Any] = {"batch": training.batch, "seed": seed}
-        if not augment.in_use:
-            return Examples(order, fetch, steps, fetch_on=fetch_on)
-        augmented = AugmentedImages(images, self.scaling, augment, **how)
-        return Examples(order, fetch, steps, fetch_at=augmented, fetch_at_on=augmented.on)
+        augment, augmented = training.augment, None
+        if augment.in_use:
+            augmented = AugmentedImages(images, self.scaling, augment, batch=training.batch, seed=seed)
+        fetch, steps = partial(_inputs, images, self.scaling), training.step_count(len(images))
+        return Examples(order, fetch, steps, fetch_on=fetch_on, fetch_at=augmented)
 
     def validation(self) -> Dataset[Inputs]:
-        return _SomeImages(self.image_set.images("valid"), self._most_validation_images, self.scaling)
+        images = self.image_set.images("valid")
+        numbers = evenly_spaced(len(images), self._most_validation_images)
+        return HeldOut(numbers, partial(_inputs, images, self.scaling))
 
     @torch.no_grad()
     def held_out_figure(self, model: Any) -> float:
-        held_out, classify = self.image_set.images("valid"), classifier(model, self.scaling, self.outputs)
-        numbers, correct = evenly_spaced(len(held_out), self._most_validation_images), 0
-        batch = batch_size(held_out.shape[-1], model.device)
-        for start in range(0, len(numbers), batch):  # all of them may not fit in memory
-            some = numbers[start : start + batch]
-            logits = classify(held_out.pixels(some).to(model.device))
-            correct += int(in_top_k(logits, held_out.labels[some].to(model.device)).sum())
-        return error_percent(correct, len(numbers))
+        images, classify = self.image_set.images("valid"), self.classifier(model)
+        numbers = evenly_spaced(len(images), self._most_validation_images)
+        batches = image_batches(images, numbers, batch_size(images.shape[-1], model.device))
+        wrong = [~in_top_k(classify(pixels.to(model.device)).cpu(), labels) for pixels, labels in batches]
+        return error_of(torch.cat(wrong))
+
+    def classifier(self, model: Any) -> Classify:
+        """Return the function from pixels between 0 and 1 to the logits of this task's classes."""
+        return classifier(model, self.scaling, self.outputs)
 
     def score(self, model: Any) -> dict[str, Any]:
-        was_training = model.training
-        model.eval()
-        images = self.image_set.images("test")
-        clean, part = self._clean(model, images), self.recipe.attack
-        classify = classifier(model, self.scaling, self.outputs)
+        with evaluating(model, routing=False):
+            return self._score(model)
+
+    def _score(self, model: Any) -> dict[str, Any]:
+        clean, part, classify = self._clean(model), self.recipe.attack, self.classifier(model)
 
         def few(count: int) -> tuple[Tensor, Tensor]:
             return self.test_images(count, model.device)
@@ -185,8 +205,14 @@ class ImageTask(Task):
         further = {"curves": curves} if curves else {}
         if self.shifts is not None:
             further["shifts"] = self.shifts.score(classify, model.device)
-        model.train(was_training)
         return {"clean": clean, "attacked": attacked, "trials": results, **further}
+
+    def audit_inputs(self, tokens: int) -> Iterator[Inputs]:
+        images = self.image_set.images("test")
+        for pixels, labels in image_batches(images, evenly_spaced(len(images), AUDIT_IMAGES), AUDIT_BATCH):
+            if self.outputs is not None:  # the classes of the images may be some of the model's
+                labels = torch.tensor(self.outputs)[labels]
+            yield {"pixel_values": self.scaling(pixels), "labels": labels}
 
     def probe(self) -> Inputs:
         images = self.image_set.images("test")
@@ -200,7 +226,9 @@ class ImageTask(Task):
             predicted = model(pixel_values=self.scaling(pixels).to(model.device)).logits.argmax(-1).cpu()
         layers = [_on_grid(experts.view(len(numbers), -1)) for experts in first_experts(routes)]
         side = max(layer.shape[-1] for layer in layers)
-        layers = [_enlarged(layer, side) for layer in layers]  # later layers of Swin have larger patches
+        # Later layers of Swin have larger patches.
+        layers = [torch.nn.functional.interpolate(layer[:, None].float(), side)[:, 0].long() for layer in layers]
+        grey = (255 * pixels.mean(1).clamp(0, 1)).round().byte()
         names = self.image_set.classes
         return {
             "kind": "images",
@@ -208,7 +236,8 @@ class ImageTask(Task):
                 {
                     "label": names[int(images.labels[number])],
                     "said": names[int(predicted[place])],
-                    "pixels": [[round(value, 3) for value in row] for row in pixels[place].mean(0).tolist()],
+                    "width": pixels.shape[-1],
+                    "pixels": base64.b64encode(grey[place].numpy().tobytes()).decode(),
                     "grid": [side, side],
                     "experts": [layer[place].flatten().tolist() for layer in layers],
                 }
@@ -231,25 +260,23 @@ class ImageTask(Task):
         return self._corrupted_images[1]
 
     @torch.no_grad()
-    def _clean(self, model: Any, images: Images) -> dict[str, Any]:
-        wrong, among_five = list[Tensor](), 0
-        classify = classifier(model, self.scaling, self.outputs)
-        chosen, batch = ChosenMetrics(self.recipe.metrics), batch_size(images.shape[-1], model.device)
+    def _clean(self, model: Any) -> dict[str, Any]:
+        images, classify, chosen = self.image_set.images("test"), self.classifier(model), ChosenMetrics(self.recipe.metrics)
+        wrong, wrong_of_five = list[Tensor](), list[Tensor]()
         with routing_metrics(model) as routing:
-            for start in range(0, len(images), batch):
-                numbers = range(start, min(start + batch, len(images)))
-                logits, labels = classify(images.pixels(numbers).to(model.device)).cpu(), images.labels[list(numbers)]
+            for pixels, labels in image_batches(images, range(len(images)), batch_size(images.shape[-1], model.device)):
+                logits = classify(pixels.to(model.device)).cpu()
                 wrong.append(~in_top_k(logits, labels))
-                among_five += int(in_top_k(logits, labels, 5).sum())
+                wrong_of_five.append(~in_top_k(logits, labels, 5))
                 chosen.update(logits, labels)
-        count, every = len(images), torch.cat(wrong)
-        found = {"figure": error_of(every), "top5": error_percent(among_five, count), "examples": count}
-        return {**found, "per_example": per_image(every), **chosen.result(), **routing}
+        every = torch.cat(wrong)
+        errors = {"figure": error_of(every), "top5": error_of(torch.cat(wrong_of_five)), "examples": len(images)}
+        return {**errors, "per_example": per_image(every), **chosen.result(), **routing}
 
     @torch.no_grad()
     def _forward_attacked(self, model: Any, pixels: Tensor, labels: Tensor) -> dict[str, Any]:
         """Return the routing metrics on attacked images, and the recipe's further metrics."""
-        classify = classifier(model, self.scaling, self.outputs)
+        classify = self.classifier(model)
         chosen, batch = ChosenMetrics(self.recipe.metrics), batch_size(pixels.shape[-1], model.device)
         with routing_metrics(model) as routing:
             for part, own in zip(pixels.split(batch), labels.split(batch), strict=True):
@@ -257,23 +284,88 @@ class ImageTask(Task):
         return {**chosen.result(), **routing}
 
 
-class _SomeImages(Dataset[Inputs]):
-    """At most `limit` images of a set, evenly spaced."""
+@final
+class DomainTask(ImageTask):
+    """The domains of a recipe. If `data.held_out` has no value, the held-out domain is a further axis of a comparison."""
 
-    def __init__(self, images: Images, limit: int, scaling: PixelScaling) -> None:
-        self.images, self.numbers, self.scaling = images, evenly_spaced(len(images), limit), scaling
+    domain_set: DomainSet
+    split_seed: int = 0
 
-    def __len__(self) -> int:
-        return len(self.numbers)
+    def _read_images(self, folder: Path | None) -> ImageSet:
+        self.domain_set = domain_set(self.recipe.data.source, size=self.recipe.data.size)
+        return self._split()
 
-    def __getitems__(self, places: list[int]) -> Inputs:
-        return _inputs(self.images, self.scaling, torch.tensor([self.numbers[place] for place in places]))
+    def _split(self) -> ImageSet:
+        """Return the images as they are split; while no domain is held out, there are no splits."""
+        held_out, images = self.recipe.data.held_out, self.domain_set
+        if held_out is None:
+            return ImageSet(images.name, images.about, images.classes, {}, images.checksum)
+        return images.leave_out(held_out, self.split_seed)
+
+    def open_choices(self) -> dict[str, list[Any]]:
+        return {HELD_OUT: list(self.domain_set.domains)} if self.recipe.data.held_out is None else {}
+
+    def with_recipe(self, recipe: Recipe) -> Self:
+        other = super().with_recipe(recipe)
+        other.image_set = other._split()
+        return other
+
+    def for_seed(self, seed: int) -> Self:
+        other = copy.copy(self)
+        other.split_seed = seed
+        other.image_set = other._split()
+        return other
+
+    @property
+    def measure(self) -> Measure:
+        long = "share of the images of the held-out domain that are classified wrongly, in percent"
+        return replace(super().measure, long=long)
+
+    def describe(self) -> dict[str, Any]:
+        """Describe all domains: the data of a comparison are the same, whichever domain is held out."""
+        some = self
+        if not self.image_set.splits:
+            data = replace(self.recipe.data, held_out=next(iter(self.domain_set.domains)))
+            some = self.with_recipe(replace(self.recipe, data=data))
+        described = super(DomainTask, some).describe()
+        attack = {**described["attack"], "examples": self.recipe.attack.examples}  # at most
+        return {**described, "data": self.domain_set.describe(), "attack": attack}
+
+    def examples(self, seed: int) -> Examples:
+        """Return the training examples. All domains are read first: an unreadable image is found before training."""
+        self._require_equal_shares()
+        self.domain_set.read()
+        return super().examples(seed)
+
+    @property
+    def _most_validation_images(self) -> int:
+        return len(self.image_set.images("valid"))
+
+    def _order(self, size: int, seed: int) -> ExampleOrder:
+        assert self.recipe.data.held_out is not None
+        # The split that the images have, whatever seed orders them.
+        return self.domain_set.order(self.recipe.data.held_out, size, seed, split_seed=self.split_seed)
+
+    def _require_equal_shares(self) -> None:
+        batch, domains = self.recipe.training.batch, len(self.domain_set.domains) - 1
+        if batch % domains:
+            raise ValueError(
+                f"training.batch is {batch}; a batch has as many images of each of the {domains} training domains: use a "
+                f"multiple of {domains}."
+            )
 
 
 def evenly_spaced(count: int, wanted: int) -> list[int]:
     """Return `wanted` numbers below `count`: folders are sorted by class, so the first images would be of one class only."""
     wanted = min(wanted, count)
     return [place * count // wanted for place in range(wanted)]
+
+
+def image_batches(images: Images, numbers: Sequence[int], size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the pixels and labels of these images, so many at a time: all of them may not fit in memory."""
+    for start in range(0, len(numbers), size):
+        some = list(numbers[start : start + size])
+        yield images.pixels(some), images.labels[some]
 
 
 def _inputs(images: Images, scaling: PixelScaling, numbers: Tensor) -> Inputs:
@@ -284,10 +376,6 @@ def _on_grid(experts: Tensor) -> Tensor:
     """Return (B,N) as (B,side,side), without the tokens before the patches, such as a class token."""
     side = int(experts.shape[1] ** 0.5)
     return experts[:, experts.shape[1] - side * side :].view(-1, side, side)
-
-
-def _enlarged(grid: Tensor, side: int) -> Tensor:
-    return torch.nn.functional.interpolate(grid[:, None].float(), side, mode="nearest")[:, 0].long()
 
 
 def attack_images(
@@ -315,4 +403,4 @@ def attack_images(
         raise ValueError(f"examples is {examples}; attack at least 1 image.")
     pixels, labels = task.test_images(examples, model.device)
     how: dict[str, Any] = {"budgets": budgets, "steps": steps, "seed": seed, "options": options}
-    return attack_table(classifier(model, task.scaling, task.outputs), pixels, labels, names, **how)
+    return attack_table(task.classifier(model), pixels, labels, names, **how)

@@ -1,6 +1,6 @@
 """Texts and pairs of texts to classify or to score: examples for training, validation and testing, clean and attacked.
 
-The metric is a metric of labels (`metrics.labels`), by default the one that the data are usually scored by. Routers are
+The metric is a metric of labels (`metrics.tasks`), by default the one that the data are usually scored by. Routers are
 compared by it, higher is better; for accuracy by the share of wrong classes in percent, lower is better. A metric that is
 not defined, as a correlation with constant predictions, gives NaN and a reason.
 
@@ -10,8 +10,7 @@ and the difference to the clean texts with a 95% interval over examples, paired 
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, final
@@ -22,37 +21,23 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from holdfast.attacks import AttackedText, attack_texts, find_attack, swap_words, swappable, words_in
-from holdfast.data import Corpus, Document, LabelledText, Order, TextSet, Tokenizer, text_set, tokenizer
+from holdfast.attacks import AttackedText
+from holdfast.data import Corpus, Document, LabelledText, Order, TextSet, Tokenizer, text_set
 from holdfast.data.documents import WORD_SPLITTERS
 from holdfast.data.encoded_texts import EncodedTexts, PairEncoder
 from holdfast.data.labelled_texts import flat_texts
 from holdfast.data.tokenizers import HubTokenizer, Vocabulary
 from holdfast.errors import unknown_name
-from holdfast.hub import trace
 from holdfast.hub.tracing import require_positions
 from holdfast.metrics import ChosenMetrics, PerExample, Predictions, Shares, difference_of, level_of
-from holdfast.metrics.labels import IGNORED, LABEL_METRICS, label_metric, label_metrics
+from holdfast.metrics.tasks import IGNORED, LABEL_METRICS, label_metric, label_metrics
 from holdfast.train.recipe import Recipe
-from holdfast.train.start import padding_token, start_model, start_tokenizer
-from holdfast.train.task import (
-    AttackTable,
-    Examples,
-    Inputs,
-    Measure,
-    Task,
-    first_experts,
-    forward,
-    routing_metrics,
-    without_attack_warnings,
-)
+from holdfast.train.start import padding_token, start_model
+from holdfast.train.task import AttackTable, Examples, HeldOut, Inputs, Measure, evaluating, forward
+from holdfast.train.text_task import VIEW_TOKENS, TextsTask, tokens_per_batch
 
-ATTACK_SEED = 0
-WORD_SWAP = "words"  # the attack of a recipe that names none
 PROBE_TOKENS = 2048  # with padding, rounded up to whole texts
-VIEW_TOKENS = 160
 VALIDATION_TEXTS = 4096  # at most
-TOKENS_PER_BATCH = {"cpu": 2048, "cuda": 32768}  # when scoring; at least one text
 MOST_CUT = 0.5  # share of training texts that fill the length; above it there is a warning
 ROUNDED_TO = 8  # tokens: the width of training batches is a multiple of this
 
@@ -60,7 +45,7 @@ Values = npt.NDArray[Any]
 
 
 @final
-class LabelTask(Task):
+class LabelTask(TextsTask):
     """The labelled texts of a recipe.
 
     folder      where named sources are searched for
@@ -69,7 +54,7 @@ class LabelTask(Task):
     test_only   all rows of a single file are the test split: the model is not trained
     """
 
-    has_held_out_figure = True
+    swapped = ("the", "other words")
 
     def __init__(
         self,
@@ -95,9 +80,12 @@ class LabelTask(Task):
         )
         self.metric: str = _fitting_metric(part.metric or self.text_set.metric, self.text_set)
         self._require_metrics_of_labels()
-        self.tokenizer: Tokenizer = known or self._tokenizer()
+        self.tokenizer: Tokenizer = known or self._tokenizer(self._training_texts)
         pad = padding_token(self.tokenizer)
         self.encoder = PairEncoder(self.tokenizer, part.length, pad=pad, types=self._reads_token_types())
+        of_transformers = self.preprocessor()
+        # Both add the special tokens that a classifier reads.
+        self.audit_tokenizer = self.encoder if of_transformers is None else of_transformers
 
     def _require_metrics_of_labels(self) -> None:
         """Raise ValueError if the recipe names further metrics, which are of classes, and the labels are numbers."""
@@ -105,16 +93,12 @@ class LabelTask(Task):
             named = ", ".join(self.recipe.metrics)
             raise ValueError(f"metrics: {named} is of classes, and the labels of {self.text_set.name} are numbers.")
 
-    def _tokenizer(self) -> Tokenizer:
-        part = self.recipe.data
-        own = start_tokenizer(self.recipe.model, part.tokens)
-        if own is not None:
-            return own
-        name = part.tokens or "words"
-        rows = self.text_set.texts("train") if name in WORD_SPLITTERS else ()  # others do not count words
-        texts = [document for row in rows for document in _documents(row)]
-        training = Corpus(self.text_set.name, self.text_set.about, {"train": texts})
-        return tokenizer(training, name, size=part.vocabulary if name in WORD_SPLITTERS else None)
+    def _training_texts(self) -> Corpus:
+        counts_words = (self.recipe.data.tokens or "words") in WORD_SPLITTERS
+        rows = self.text_set.texts("train") if counts_words else ()
+        texts = [text for row in rows for text in (row.text, row.pair) if text is not None]
+        documents = [Document("text", text.encode("utf-8", "replace")) for text in texts]
+        return Corpus(self.text_set.name, self.text_set.about, {"train": documents})
 
     def _reads_token_types(self) -> bool:
         """Return whether pairs are marked by token types: their tokeniser makes them, and the model has weights for them."""
@@ -130,11 +114,15 @@ class LabelTask(Task):
         return int(getattr(config, "type_vocab_size", 0) or 0) > 1
 
     @property
+    def source(self) -> TextSet:
+        return self.text_set
+
+    def audit_inputs(self, tokens: int) -> Iterator[LabelledText]:
+        return iter(self.text_set.texts("test"))
+
+    @property
     def measure(self) -> Measure:
-        metric, token = LABEL_METRICS[self.metric], self.attack.options.get("token", "other words")
-        attack = f"a swap of {self.attack.realised:.1%} of the words for {token}"
-        if self.recipe.attack.name not in (None, WORD_SWAP):
-            attack = f"{self.attack.attack}: {self.attack.realised:.1%} of the words"
+        metric, attack = LABEL_METRICS[self.metric], self.described_attack()
         if self.metric == "accuracy":
             return Measure("error, %", "share of test texts that are classified wrongly, in percent", attack)
         return Measure(metric.name, f"{metric.about}, on the test texts", attack, better="higher")
@@ -198,7 +186,7 @@ class LabelTask(Task):
     def validation(self) -> Dataset[Inputs]:
         rows = self.text_set.texts("valid")[:VALIDATION_TEXTS]
         encoded, labels = self.encoded(rows), self.labels("valid")[:VALIDATION_TEXTS]
-        return _Texts(len(rows), partial(self._inputs, encoded, labels))
+        return HeldOut(range(len(rows)), partial(self._inputs, encoded, labels))
 
     def held_out_figure(self, model: Any) -> float:
         rows = self.text_set.texts("valid")[:VALIDATION_TEXTS]
@@ -213,28 +201,8 @@ class LabelTask(Task):
     def _inputs(self, encoded: EncodedTexts, labels: Tensor, numbers: Tensor) -> Inputs:
         return {**encoded.batch(numbers, self.width), "labels": labels[numbers]}
 
-    def token_counts(self) -> Tensor:
-        return torch.bincount(self.training.tokens.long(), minlength=len(self.tokenizer))
-
-    @cached_property
-    def attack(self) -> AttackedText:
-        """The test texts, attacked as the recipe says: the same attacked texts for every router."""
-        part = self.recipe.attack
-        with without_attack_warnings():
-            if part.token is None:
-                return self.attacked_with(part.name or WORD_SWAP)
-            return swap_words(flat_texts(self.text_set.texts("test")), rate=part.rate, seed=ATTACK_SEED, token=part.token)
-
-    def attacked_with(self, name: str, *, rate: float | None = None, seed: int = ATTACK_SEED) -> AttackedText:
-        """Return the test texts under the attack of this name, by default at the recipe's rate."""
-        texts = flat_texts(self.text_set.texts("test"))
-        rate = self.recipe.attack.rate if rate is None else rate
-        return attack_texts(find_attack(name, "text"), texts, rate=rate, seed=seed, words=self._known_words, pieces=None)
-
-    def _known_words(self) -> list[str]:
-        """Return the words that the model knows; tokenisers without a vocabulary of words can encode every word."""
-        known = self.tokenizer.words if isinstance(self.tokenizer, Vocabulary) else None
-        return swappable(known) if known else words_in(flat_texts(self.text_set.texts("test")))
+    def test_texts(self) -> tuple[list[str], None]:
+        return flat_texts(self.text_set.texts("test")), None
 
     def score(self, model: Any) -> dict[str, Any]:
         rows = self.text_set.texts("test")
@@ -247,9 +215,7 @@ class LabelTask(Task):
         attacked, changed = self._scored(model, self.encoded(rows, self.attack.texts), "test", routing=True)
         found["attacked"] = {**attacked, **self._changes(predicted, changed)}
         if self.recipe.attack.rate:
-            with without_attack_warnings():
-                texts = self.attacked_with("typos").texts
-            typos, changed = self._scored(model, self.encoded(rows, texts), "test")
+            typos, changed = self._scored(model, self.encoded(rows, self.attacked_with("typos").texts), "test")
             found["trials"] = {"typos": {**typos, **self._changes(predicted, changed)}}
         return found
 
@@ -316,9 +282,7 @@ class LabelTask(Task):
         found = difference_of([before], [after])
         return None if found is None else {**found.summary(), "examples": len(self.text_set.texts("test"))}
 
-    def attack_words(self, model: Any, kind: str, *, rate: float, seed: int) -> AttackTable:
-        with without_attack_warnings():
-            attack = self.attacked_with(kind, rate=rate, seed=seed)
+    def _attack_table(self, model: Any, kind: str, attack: AttackedText) -> AttackTable:
         rows = self.text_set.texts("test")
         clean, before = self._scored(model, self.encoded(rows), "test")
         attacked, after = self._scored(model, self.encoded(rows, attack.texts), "test")
@@ -328,14 +292,12 @@ class LabelTask(Task):
         what = "mean change of a prediction" if self.text_set.is_regression else "share of predictions that change"
         paired = attacked["paired"]
         return {
-            "title": f"{attack.attack}: {attack.changed} of {sum(attack.words)} words, {attack.realised:.2%}",
             "caption": paired and f"The attack changes the {self.measure.noun} by {paired['words']}.",
             "columns": ["", self.measure.name, *(LABEL_METRICS[name].name for name in names), what],
             "rows": [
                 ["clean", clean["figure"], *(clean[name] for name in names), ""],
                 [kind, attacked["figure"], *(attacked[name] for name in names), changed],
             ],
-            "flags": [flag.summary() for flag in attack.flags],
             "summary": {"attack": attack.summary(), "clean": clean, kind: attacked},
         }
 
@@ -347,28 +309,10 @@ class LabelTask(Task):
     def view(self, model: Any) -> Mapping[str, Any]:
         encoded = self.encoded(self.text_set.texts("test")[:VIEW_TOKENS])
         count = max(1, int((encoded.ends <= VIEW_TOKENS).sum()))
-        inputs = encoded.batch(range(count))
-        with torch.no_grad(), trace(model) as routes:
-            forward(model, inputs)
-        real = inputs["attention_mask"].flatten().bool()
-        pieces = [self.tokenizer.decode([token]) for token in inputs["input_ids"].flatten()[real].tolist()]
+        view = self._view(model, encoded.batch(range(count)))
         if isinstance(self.tokenizer, Vocabulary):
-            pieces = [f"{piece} " for piece in pieces]
-        return {"kind": "text", "pieces": pieces, "experts": [layer[real].tolist() for layer in first_experts(routes)]}
-
-
-@final
-class _Texts(Dataset[Inputs]):
-    """The first `count` examples, fetched by their numbers."""
-
-    def __init__(self, count: int, fetch: Callable[[Tensor], Inputs]) -> None:
-        self.count, self.fetch = count, fetch
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitems__(self, places: list[int]) -> Inputs:
-        return self.fetch(torch.tensor(places))
+            view["pieces"] = [f"{piece} " for piece in view["pieces"]]
+        return view
 
 
 @torch.no_grad()
@@ -385,35 +329,25 @@ def predict(
     Texts of similar length are in one batch, so that there is little padding. A text with NaN logits counts as a
     class that no text has. `metrics` are updated with the logits and `labels`.
     """
-    was_training = model.training
-    model.eval()
     order = encoded.lengths.argsort(descending=True, stable=True)
-    budget = TOKENS_PER_BATCH.get(model.device.type, TOKENS_PER_BATCH["cpu"])
+    budget = tokens_per_batch(model)
     found: Tensor | None = None
-    measuring: AbstractContextManager[dict[str, Any]] = routing_metrics(model) if routing else nullcontext({})
     start = 0
-    with measuring as measured:
+    with evaluating(model, routing=routing) as measured:
         while start < len(encoded):
             count = max(1, budget // int(encoded.lengths[order[start]]))
             numbers = order[start : start + count]
             logits = forward(model, encoded.batch(numbers)).logits.float().cpu()
-            best = logits[:, 0] if logits.shape[1] == 1 else _best_class(logits)
+            best = torch.where(logits.isnan().any(1), logits.shape[1], logits.argmax(1))
+            if logits.shape[1] == 1:
+                best = logits[:, 0]
             found = best.new_empty(len(encoded)) if found is None else found
             found[numbers] = best
             if metrics and labels is not None:
                 metrics.update(logits, labels[numbers])
             start += count
-    model.train(was_training)
     assert found is not None
     return found.numpy(), measured
-
-
-def _best_class(logits: Tensor) -> Tensor:
-    return torch.where(logits.isnan().any(1), logits.shape[1], logits.argmax(1))
-
-
-def _documents(row: LabelledText) -> list[Document]:
-    return [Document("text", text.encode("utf-8", "replace")) for text in (row.text, row.pair) if text is not None]
 
 
 def _known_metric(name: str) -> Any:

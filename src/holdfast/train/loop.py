@@ -9,15 +9,14 @@ files.
 import json
 import logging
 import math
-import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
 
-import numpy as np
 import torch
+import transformers
 from torch.utils.data import DataLoader, Dataset
 
 from holdfast.files import append, require_no_links, require_no_links_inside, write_atomically
@@ -27,7 +26,6 @@ from holdfast.kernels.finite import require_finite_so_far
 from holdfast.routing import Router
 from holdfast.train.captured_step import CapturedStep
 from holdfast.train.checkpoint import TrainingState, load_weights, read_checkpoint, restore_random, write_checkpoint
-from holdfast.train.mixed_labels import soft_labels
 from holdfast.train.recipe import TrainingPart
 from holdfast.train.run_folder import (
     LOOP_FILES,
@@ -38,8 +36,8 @@ from holdfast.train.run_folder import (
     require_same_kind,
     step_of,
 )
-from holdfast.train.schedule import needs_validation, saves, schedule_of, validates
 from holdfast.train.snapshots import damaged_snapshot, snapshot_steps, take_snapshot
+from holdfast.train.soft_labels import soft_labels
 from holdfast.train.step import (
     Step,
     StepRecord,
@@ -61,19 +59,19 @@ logger = logging.getLogger("holdfast")
 
 
 def train_in_loop(
-    model: Any, task: Task, folder: Path, *, seed: int, k: int | Sequence[int], tick: Tick | None, guard: Guard
+    model: Any, task: Task, folder: Path, *, seed: int, k: int | Sequence[int], tick: Tick, guard: Guard
 ) -> Log:
     """Train `model` in place and return the log; the arguments are those of `training.train`."""
     training = task.recipe.training
     require_no_links_inside(folder, folder)
-    set_seed(seed)
+    transformers.set_seed(seed)
     model.to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     model.config.use_cache = False
     optimizer = adamw(model, training)
     steps = task.steps
     checkpoint = resume_point(folder, steps, LOOP_FILES)
     state = TrainingState() if checkpoint is None else read_checkpoint(checkpoint, model, optimizer)
-    schedule = schedule_of(training, steps)
+    schedule = training.learning_rates(steps)
     step = TrainingStep(model, optimizer, schedule, training.accumulate, training.clip, training.precision)
     step.done = state.global_step
     if hooks_of(model) is not None:
@@ -105,17 +103,17 @@ class TrainingLoop:
         state: TrainingState,
         *,
         k: int | Sequence[int],
-        tick: Tick | None,
+        tick: Tick,
         guard: Guard,
     ) -> None:
         self.step: Step = CapturedStep(step) if step.on_gpu else step
         self.training_step = step
         self.model, self.optimizer, self.counts_labels = step.model, step.optimizer, step.counts_labels
         self.folder, self.state = folder, state
-        self.k, self.guard, self.tick = k, guard, tick or (lambda steps: None)
+        self.k, self.guard, self.tick = k, guard, tick
         self.task, self.training, self.steps = task, task.recipe.training, task.steps
         self.probe = task.probe()
-        self.held_out = task.validation() if needs_validation(self.training) else None
+        self.held_out = task.validation() if self.training.needs_validation else None
         self.due = set(snapshot_steps(self.steps))
         self.routers = [module for module in self.model.modules() if isinstance(module, Router)]
         self.log = StepLog(folder / LOG, state.log, guard)
@@ -161,8 +159,8 @@ class TrainingLoop:
             require_no_links(self.folder / "snapshots", self.folder)
             take_snapshot(self.model, self.probe, self.k, self.state.global_step, self.folder / "snapshots")
         self.tick(self.state.global_step)
-        is_saved = saves(self.training, self.state.global_step, self.steps)
-        if validates(self.training, self.state.global_step, self.steps):
+        is_saved = self.training.saves(self.state.global_step, self.steps)
+        if self.training.validates(self.state.global_step, self.steps):
             self._validate(is_saved)
         if is_saved:
             self.log.flush()
@@ -203,7 +201,7 @@ class StepLog:
     def rewrite(self) -> None:
         """Write the lines before the first step of this process: those of the checkpoint that it resumes from."""
         self.guard()
-        write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in self.lines))
+        write_atomically(self.path, as_json_lines(self.lines))
 
     def add(self, step: int, record: StepRecord) -> None:
         """Add the line of a step. On a GPU, wait for older steps only if there are `STEPS_AHEAD` of them."""
@@ -229,7 +227,11 @@ class StepLog:
     def _append(self, lines: Log) -> None:
         self.lines += lines
         self.guard()
-        append(self.path, "".join(json.dumps(line) + "\n" for line in lines))
+        append(self.path, as_json_lines(lines))
+
+
+def as_json_lines(log: Log) -> str:
+    return "".join(json.dumps(line) + "\n" for line in log)
 
 
 @final
@@ -268,7 +270,7 @@ def held_out_loss(model: Any, dataset: Dataset[Inputs], batch: int, *, counts_la
     """Return the mean loss of the examples, each with the loss of its batch. The model is left in evaluation mode."""
     model.eval()
     losses = []
-    for inputs in DataLoader(dataset, batch_size=batch, collate_fn=_identity):
+    for inputs in DataLoader(dataset, batch_size=batch, collate_fn=unchanged):
         moved = to_device(inputs, model.device)
         loss = loss_of(model, moved, label_count([moved]) if counts_labels else None)
         losses.append(loss.repeat(len(inputs["labels"])))
@@ -281,7 +283,7 @@ def _batches(
     """Return an iterator over the micro-batches of each step after the finished ones, on the device, in a fixed order."""
     examples = examples.on(device)
     places = range(finished * training.batch * training.accumulate, len(examples))
-    loader = iter(DataLoader(examples, batch_size=training.batch, sampler=places, collate_fn=_identity))
+    loader = iter(DataLoader(examples, batch_size=training.batch, sampler=places, collate_fn=unchanged))
 
     def batches() -> Iterator[list[Inputs]]:
         for _ in range(finished, steps):
@@ -290,7 +292,7 @@ def _batches(
     return batches()
 
 
-def _identity(batch: Any) -> Any:
+def unchanged(batch: Any) -> Any:
     """Return the batch unchanged: a dataset here returns all examples of a batch at once."""
     return batch
 
@@ -320,10 +322,3 @@ def resume_point(folder: Path, steps: int, needed: NeededFiles, *, warn: bool = 
         action = f"resuming from {checkpoint.name}" if checkpoint else "starting from the first step"
         logger.warning("%s; %s.", "; ".join(reasons), action)
     return checkpoint
-
-
-def set_seed(seed: int) -> None:
-    """Seed all random number generators."""
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)

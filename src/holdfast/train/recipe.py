@@ -8,9 +8,10 @@ A router choice is one router of a comparison, written as in `smoe,similarity[ca
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from importlib import resources
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -27,7 +28,20 @@ from holdfast.routing.layer_names import has_layers, preset_names, resolve_layer
 from holdfast.train.augmentation import AugmentPart
 
 LONGEST_TOKEN = 100  # most letters of the word that an attack swaps in
-DEFAULT_BALANCE = 0.01  # coefficient of the balance loss
+IMAGES = ("images", "domains")  # tasks
+OF_TASKS = {  # keys that are for some tasks only: the tasks, and what these are about
+    "data.pair": (("labels",), "labelled texts"),
+    "data.label": (("labels",), "labelled texts"),
+    "data.metric": (("labels",), "labelled texts"),
+    "data.train_tokens": (("text",), "language models"),
+    "data.test_bytes": (("text",), "language models"),
+    "data.held_out": (("domains",), "images of several domains"),
+    "data.shifts": (("images",), "images"),
+    "training.augment": (IMAGES, "images"),
+    "attack.budgets": (IMAGES, "images"),
+}
+
+Schedule = Callable[[int], float]  # from a number of finished steps
 
 Count = Annotated[int, Limits(0, 10**12, "a whole number from 0 to 10^12")]
 Positive = Annotated[int, Limits(1, 10**12, "a whole number from 1 to 10^12")]
@@ -70,7 +84,6 @@ class SparsePart:
     shared: Positive | None = None  # shared experts, for every router of a comparison; no value: none
     layers: str | list[Count] = "all"
     init: Literal["copy", "random"] | None = None  # no value: "copy" if the dense model is a checkpoint, else "random"
-    balance: Amount | None = None  # a short form of losses.balance
 
     def __post_init__(self) -> None:
         if self.k is not None and self.experts is not None and self.k > self.experts:
@@ -81,7 +94,7 @@ class SparsePart:
 class LossesPart:
     """The coefficients of the losses that routers add in training (`holdfast.Losses`)."""
 
-    balance: Amount | None = None  # no value: 0.01
+    balance: Amount = 0.01
     importance: Amount = 0.0
     load: Amount = 0.0
     z: Amount = 0.0
@@ -151,6 +164,51 @@ class TrainingPart:
         assert self.epochs is not None
         return math.ceil(self.epochs * examples / (self.batch * self.accumulate))
 
+    def rate_factor(self, steps: int) -> Schedule:
+        """Return the function from the number of finished steps to the share of the learning rate of the next step.
+
+        The warm-up grows linearly from 0. After it, "constant" stays, "linear" falls in a straight line to `floor` and
+        "cosine" along half a cosine. A factor depends on the number of finished steps only, so a resumed run continues with
+        the same numbers.
+        """
+        after_warmup = steps - self.warmup
+        if self.schedule != "constant" and after_warmup <= 0:
+            word = "step" if steps == 1 else "steps"
+            raise ValueError(
+                f"training.warmup is {self.warmup} and the run has {steps} {word}: the schedule {self.schedule} "
+                f"never begins; use more epochs or steps, or a shorter warm-up, such as --set training.warmup={steps // 10}."
+            )
+
+        def factor(done: int) -> float:
+            if done < self.warmup:
+                return float(done) / float(self.warmup)
+            if self.schedule == "constant":
+                return 1.0
+            progress = min(1.0, (done - self.warmup) / after_warmup)
+            share = 1.0 - progress if self.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+            return self.floor + (1.0 - self.floor) * share
+
+        return factor
+
+    def learning_rates(self, steps: int) -> Schedule:
+        """Return the function from the number of finished steps to the learning rate of the next step."""
+        factor = self.rate_factor(steps)
+        return lambda done: self.learning_rate * factor(done)
+
+    def saves(self, step: int, steps: int) -> bool:
+        """Return whether a checkpoint is written after this step."""
+        return step % self.save_every == 0 or step == steps
+
+    def validates(self, step: int, steps: int) -> bool:
+        """Return whether the model is evaluated on held-out data after this step."""
+        is_due = self.validate_every is not None and step % self.validate_every == 0
+        return is_due or (self.keep == "best" and self.saves(step, steps))
+
+    @property
+    def needs_validation(self) -> bool:
+        """Whether a run evaluates on held-out data at all."""
+        return self.validate_every is not None or self.keep == "best"
+
 
 @dataclass(frozen=True, kw_only=True)
 class AttackPart:
@@ -201,31 +259,17 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.model.family is not None and self.sparse.experts is None:
             raise ValueError("sparse.experts is missing.")
-        if self.sparse.balance is not None and self.losses != LossesPart():
-            raise ValueError("sparse.balance is a short form of losses.balance; give the section losses only.")
-        of_labels = [name for name in ("pair", "label", "metric") if getattr(self.data, name) is not None]
-        if of_labels and self.task != "labels":
-            raise ValueError(f"data.{of_labels[0]} is for labelled texts: set `task: labels` to classify them.")
-        of_text = [name for name in ("train_tokens", "test_bytes") if getattr(self.data, name) is not None]
-        if of_text and self.task != "text":
-            raise ValueError(f"data.{of_text[0]} is for language models (task: text), and this task is {self.task}.")
-        if self.data.held_out is not None and self.task != "domains":
-            raise ValueError("data.held_out is a domain: set `task: domains` to train on the other domains of a folder.")
-        if self.data.shifts and self.task != "images":
-            raise ValueError(f"data.shifts is for images (task: images), and this task is {self.task}.")
-        if self.training.augment.in_use and self.task in ("text", "labels"):
-            raise ValueError(f"training.augment is for images, and this task is {self.task}.")
+        for key, (tasks, what) in OF_TASKS.items():
+            if self.task not in tasks and attrgetter(key)(self) not in (None, [], AugmentPart()):
+                raise ValueError(f"{key} is for {what} (task: {tasks[0]}), and this task is {self.task}.")
         if self.attack.name is not None:
-            find_attack(self.attack.name, "images" if self.task in ("images", "domains") else "text")
-        if self.attack.budgets and self.task not in ("images", "domains"):
-            raise ValueError(f"attack.budgets is for images, and this task is {self.task}.")
+            find_attack(self.attack.name, "images" if self.task in IMAGES else "text")
         ChosenMetrics(self.metrics)  # raises if a name is unknown
         require_sane_numbers({**self.model.config, "sparse.experts": self.sparse.experts}, "model.config")
 
     def router_losses(self) -> Losses:
         """Return the losses that routers add in training."""
-        given = self.sparse.balance if self.losses.balance is None else self.losses.balance
-        return Losses(**{**asdict(self.losses), "balance": DEFAULT_BALANCE if given is None else given})
+        return Losses(**asdict(self.losses))
 
     def describe(self) -> dict[str, Any]:
         """Return the values as they would be written to YAML."""
@@ -239,7 +283,7 @@ class Recipe:
 
 def recipes() -> dict[str, str]:
     """Return the names of the shipped recipes, each with one line of help."""
-    return {name: _parse(_shipped(name), name).about for name in _names()}
+    return {name: load_recipe(name).about for name in _names()}
 
 
 def load_recipe(name: str, changes: Mapping[str, Any] | None = None) -> Recipe:
@@ -254,16 +298,12 @@ def load_recipe(name: str, changes: Mapping[str, Any] | None = None) -> Recipe:
             raise ValueError(f"there is no recipe {path}.") from None
     else:
         raise ValueError(f"{unknown_name('recipe', name, _names())} The path of a .yaml file works too.")
-    return _parse(text, name, changes)
+    return _parse(text, name, changes or {})
 
 
 def change_recipe(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
     """Return a recipe with `changes` such as {"training.steps": 50}, checked as `load_recipe` checks them."""
-    values = recipe.describe()
-    _drop_replaced(values, changes)
-    for key, value in changes.items():
-        _set(values, key, value)
-    changed: Recipe = from_mapping(Recipe, values)
+    changed: Recipe = from_mapping(Recipe, _changed(recipe.describe(), changes))
     return changed
 
 
@@ -276,13 +316,11 @@ def _shipped(name: str) -> str:
     return (resources.files("holdfast.train") / "recipes" / f"{name}.yaml").read_text(encoding="utf-8")
 
 
-def _parse(text: str, name: str, changes: Mapping[str, Any] | None = None) -> Recipe:
+def _parse(text: str, name: str, changes: Mapping[str, Any]) -> Recipe:
     values = _from_yaml(text, name)
     if not isinstance(values, dict):
         raise ValueError(f"recipe {name} is not a mapping of keys to values.")
-    _drop_replaced(values, changes or {})
-    for key, value in (changes or {}).items():
-        _set(values, key, value)
+    values = _changed(values, changes)
     try:
         recipe: Recipe = from_mapping(Recipe, values)
     except ValueError as mistake:
@@ -313,23 +351,25 @@ def _from_yaml(text: str, name: str) -> Any:
     return values
 
 
-def _drop_replaced(values: dict[str, Any], changes: Mapping[str, Any]) -> None:
-    """Remove what changes replace by its alternative: a checkpoint replaces family and config, epochs replace steps."""
+def _changed(values: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Set the values at paths such as `training.steps`, in place, and return all.
+
+    What a change replaces by its alternative is removed: a checkpoint replaces family and config, epochs replace steps.
+    """
     if changes.get("model.checkpoint") is not None:
         values["model"] = {}
     for key, other in (("steps", "epochs"), ("epochs", "steps")):
         if changes.get(f"training.{key}") is not None and isinstance(values.get("training"), dict):
             values["training"].pop(other, None)
-
-
-def _set(values: dict[str, Any], key: str, value: Any) -> None:
-    """Set the value at a path such as `training.steps`."""
-    *sections, last = key.split(".")
-    for section in sections:
-        values = values.setdefault(section, {})
-        if not isinstance(values, dict):
-            raise ValueError(f"{key}: {section} is not a section of a recipe.")
-    values[last] = value
+    for key, value in changes.items():
+        *sections, last = key.split(".")
+        place = values
+        for section in sections:
+            place = place.setdefault(section, {})
+            if not isinstance(place, dict):
+                raise ValueError(f"{key}: {section} is not a section of a recipe.")
+        place[last] = value
+    return values
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,10 +34,11 @@ from holdfast.files import (
     write_atomically,
 )
 from holdfast.hub.folder_files import sha256_of
-from holdfast.locking import Lock, is_lock_file
+from holdfast.locking import Lock, OtherHostError, is_lock_file
 
 RUN_FILE = "run.json"
-BEGUN = {RUN_FILE, "router.json", "log.jsonl"}  # files that a run writes before its first checkpoint, besides snapshots
+BEGUN = {RUN_FILE, "router.json", "log.jsonl"}  # files that a run writes before its first checkpoint
+SNAPSHOT = re.compile(r"\d{8}\.json")  # and in the folder `snapshots`
 OPTIONAL = {"plugins", "sweep"}  # keys that not every run has
 CHECKSUM = "checksum"
 
@@ -102,7 +104,8 @@ def require_own(folder: Path, identity: dict[str, Any]) -> None:
         raise ValueError(
             f"{folder} belongs to another run ({_difference(folder, identity)}); choose another folder, or remove it."
         )
-    if not (folder / RUN_FILE).exists() and folder.exists() and (folder.is_file() or _is_used(folder)):
+    is_used = folder.is_file() or (folder.exists() and not all(_is_of_process(path.name) for path in folder.iterdir()))
+    if is_used and not (folder / RUN_FILE).exists():
         raise ValueError(f"{folder} is not empty and contains no run; choose another folder.")
 
 
@@ -118,14 +121,23 @@ def _is_of_holdfast(folder: Path) -> bool:
 def is_only_begun(folder: Path) -> bool:
     """Return whether a run has left nothing worth keeping in the folder, and no other process writes there."""
     for place, _, names in os.walk(folder):
+        is_snapshots = Path(place).name == "snapshots"
         for name in names:
-            is_known = name in BEGUN or Path(place).name == "snapshots" or is_lock_file(name) or PARTIAL.fullmatch(name)
+            is_known = name in BEGUN or _is_of_process(name) or (is_snapshots and SNAPSHOT.fullmatch(name))
             if not is_known or Path(place, name).is_symlink():
                 return False
-        state, owner = Lock(Path(place)).holder()
-        if state != "dead" and not owner.is_this_process:
+        try:
+            owner = Lock(Path(place)).holder()
+        except OtherHostError:
+            return False
+        if owner is not None and not owner.is_this_process:
             return False
     return True
+
+
+def _is_of_process(name: str) -> bool:
+    """Return whether a file belongs to a lock, or is one that a killed process has not finished."""
+    return is_lock_file(name) or PARTIAL.fullmatch(name) is not None
 
 
 def agrees(path: Path, content: Any) -> bool:
@@ -156,11 +168,6 @@ def _describe_stored(key: str, value: Any) -> str:
     if key == "sweep":
         return f"a sweep of {', '.join(map(str, value))}" if isinstance(value, list) else "no sweep"
     return f"{key} {value}" if key in ("holdfast", "seed") else f"another {key}"
-
-
-def _is_used(folder: Path) -> bool:
-    """Return whether the folder contains more than a lock and a half-written run file."""
-    return any(not (is_lock_file(path.name) or path.name.startswith(f".{RUN_FILE}.")) for path in folder.iterdir())
 
 
 def claim(folder: Path, identity: dict[str, Any]) -> None:

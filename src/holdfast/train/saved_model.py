@@ -9,11 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
-import torch
-
 from holdfast.data import text_set, text_sets
-from holdfast.data.class_names import read_class_index
-from holdfast.data.tokenizers import HubTokenizer
+from holdfast.data.shifted_images import read_class_index
 from holdfast.files import write_atomically
 from holdfast.hub import load, save
 from holdfast.hub.checkpoint import local_folder
@@ -22,10 +19,8 @@ from holdfast.hub.specs import NATIVE
 from holdfast.hub.tracing import longest_sequence, require_finite, require_positions
 from holdfast.plugins import plugins_of
 from holdfast.routing.layer_names import preset_names
-from holdfast.train.domain_task import DomainTask
-from holdfast.train.image_processor import image_reading
-from holdfast.train.image_sources import image_size, index_for, is_folder, named_images, was_trained_on
-from holdfast.train.image_task import ImageTask, evenly_spaced
+from holdfast.train.image_reading import image_reading, image_size, index_for, is_folder, named_images, was_trained_on
+from holdfast.train.image_task import DomainTask, ImageTask
 from holdfast.train.label_task import LabelTask
 from holdfast.train.recipe import AttackPart, DataPart, ModelPart, Recipe, SparsePart, TrainingPart
 from holdfast.train.run_folder import WRITE_ERRORS, write_error
@@ -35,8 +30,6 @@ from holdfast.train.task_record import MODEL, PLUGINS, TASK, TaskRecord, is_trai
 from holdfast.train.text_task import TextTask
 
 BLOCK_LENGTH = 512  # tokens of a block, if the user gives no length and the model's longest sequence is not shorter
-AUDIT_IMAGES, AUDIT_BATCH = 64, 16
-LETTERS_PER_TOKEN = 64  # more than a token has: limits how much of a long document is read
 
 
 TASKS: dict[str, Callable[[Recipe, Path | None], Task]] = {
@@ -67,7 +60,7 @@ class TrainedModel:
     def task(self, data: Path | None = None, *, source: str | None = None, class_index: Path | None = None) -> Task:
         """Return the task it was trained for, with its own tokeniser, on the data that `TaskRecord.source` allows.
 
-        class_index     for images in folders that are named by WordNet id: see `data.class_names`
+        class_index     for images in folders that are named by WordNet id: see `data.shifted_images`
         """
         part = replace(self.recipe.data, source=self.record.source(source, data))
         recipe = replace(self.recipe, data=part)
@@ -120,10 +113,8 @@ class TrainedModel:
 
 def save_trained(model: Any, task: Task, folder: Path) -> None:
     """Save the model and its task into the folder."""
-    own: Any = getattr(task, "tokenizer", None)
-    reads = task.processor() if isinstance(task, ImageTask) else own.tokenizer if isinstance(own, HubTokenizer) else None
     try:
-        save(model, folder / MODEL, force=True, tokenizer=reads)
+        save(model, folder / MODEL, force=True, tokenizer=task.preprocessor())
     except WRITE_ERRORS as problem:
         raise write_error(folder / MODEL, problem) from problem
     routers = sorted({spec.router for spec in specs_of(model).values()})
@@ -165,7 +156,7 @@ def load_model_and_task(
     data        where named sources are searched for
     length      tokens of a block of text
     loading     options of `from_pretrained`: device_map, dtype, ...
-    class_index for folders of images that are named by WordNet id: see `data.class_names`
+    class_index for folders of images that are named by WordNet id: see `data.shifted_images`
     """
     if length is not None and length < 1:
         raise ValueError(f"length is {length}; a block of text has at least 1 token.")
@@ -280,43 +271,7 @@ class AuditData:
     """The test texts or image batches of a task, for audits and certificates. They can be iterated over several times."""
 
     def __init__(self, task: Task, tokens: int) -> None:
-        self.task, self.tokens = task, tokens
-        self.tokenizer: Any = None
-        if isinstance(task, TextTask):
-            self.tokenizer = task.tokenizer
-        elif isinstance(task, LabelTask):  # with the special tokens that a classifier reads
-            self.tokenizer = task.tokenizer.tokenizer if isinstance(task.tokenizer, HubTokenizer) else task.encoder
-
-    @property
-    def source(self) -> dict[str, Any]:
-        if isinstance(self.task, TextTask):
-            return self.task.corpus.describe()
-        if isinstance(self.task, LabelTask):
-            return self.task.text_set.describe()
-        assert isinstance(self.task, ImageTask)
-        return self.task.image_set.describe()
+        self.task, self.tokens, self.tokenizer, self.source = task, tokens, task.audit_tokenizer, task.source.describe()
 
     def __iter__(self) -> Iterator[Any]:
-        if isinstance(self.task, LabelTask):
-            return iter(self.task.text_set.texts("test"))
-        return self._texts(self.task) if isinstance(self.task, TextTask) else self._images(self.task)
-
-    def _texts(self, task: TextTask) -> Iterator[str]:
-        left = LETTERS_PER_TOKEN * self.tokens
-        for document in task.corpus.documents("test"):
-            text = document.text[:left]
-            left -= len(text)
-            yield text
-            if left <= 0:
-                return
-
-    def _images(self, task: Task) -> Iterator[dict[str, Any]]:
-        assert isinstance(task, ImageTask)
-        images = task.image_set.images("test")
-        numbers = evenly_spaced(len(images), AUDIT_IMAGES)
-        for start in range(0, len(numbers), AUDIT_BATCH):
-            some = numbers[start : start + AUDIT_BATCH]
-            labels = images.labels[some]
-            if task.outputs is not None:  # the classes of the images may be some of the model's
-                labels = torch.tensor(task.outputs)[labels]
-            yield {"pixel_values": task.scaling(images.pixels(some)), "labels": labels}
+        return self.task.audit_inputs(self.tokens)

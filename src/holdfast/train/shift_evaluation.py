@@ -12,8 +12,7 @@ from holdfast.hub import load
 from holdfast.hub.checkpoint import local_folder
 from holdfast.hub.tracing import require_finite
 from holdfast.train.image_attacks import classifier
-from holdfast.train.image_processor import ImageReading, image_reading
-from holdfast.train.image_sources import image_size, index_for
+from holdfast.train.image_reading import ImageReading, image_reading, image_size, index_for
 from holdfast.train.image_task import ImageTask, evenly_spaced
 from holdfast.train.saved_model import TrainedModel, classes_of, is_image_classifier, load_model_and_task
 from holdfast.train.shifted_tests import CleanImages, ShiftedTests, recognise_all, require_no_clean_images
@@ -55,7 +54,7 @@ def load_with_shifts(
 
     written         folders, and "corruptions"; see `shifted_tests`
     source, data    the model's own test images, if they may not be read without being named
-    class_index     for folders that are named by WordNet id: see `data.class_names`
+    class_index     for folders that are named by WordNet id: see `data.shifted_images`
     """
     found = recognise_all(written)
     record = read_record(Path(path)) if is_trained(Path(path)) else None

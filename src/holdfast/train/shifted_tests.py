@@ -11,29 +11,37 @@ If a folder has only some of the model's classes, only their logits are compared
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from holdfast.attacks import CORRUPTIONS, corrupt
+from holdfast.attacks import corrupt
 from holdfast.data import Images
-from holdfast.data.class_names import ClassIndex, are_wordnet_ids, outputs_of, published_set
-from holdfast.data.labelled_images import Prepare
-from holdfast.data.shifted_images import ShiftedFolder, counted, recognise
-from holdfast.metrics import Shares
+from holdfast.data.images import Prepare
+from holdfast.data.shifted_images import (
+    ClassIndex,
+    ShiftedFolder,
+    are_wordnet_ids,
+    counted,
+    outputs_of,
+    published_set,
+    recognise,
+)
 from holdfast.metrics.tasks import (
     ALEXNET_CLEAN_ERROR,
     ALEXNET_ERRORS,
-    Accuracy,
     AnomalyPrecision,
-    MeanCorruptionError,
     in_top_k,
+    mean_corruption_error,
 )
+from holdfast.train.image_attacks import Classify, error_of, made_corruptions, per_image
 
 MADE = "corruptions"  # the name of the corruptions that are made here
 SEED = 0  # of the corruptions that are made here
@@ -41,7 +49,7 @@ SEVERITIES = (1, 2, 3, 4, 5)
 BATCH = 64  # images in a forward
 THREADS = 4  # that decode images while the model runs
 
-Classify = Callable[[Tensor], Tensor]  # pixels between 0 and 1 to logits
+Cell = tuple[str, int]  # a corruption and a severity
 Consume = Callable[[Tensor, Tensor], None]  # logits of a batch, and the outputs that are right
 
 
@@ -143,7 +151,7 @@ class ShiftedTests:
     def inputs_to_score(self, *, with_clean: bool = False) -> int:
         """Return how many images the model is run on."""
         clean = len(self.clean.images) if self.clean is not None and (with_clean or self._needs_clean()) else 0
-        made = len(self.made) * (1 + len(SEVERITIES) * len(_makeable()))  # clean too
+        made = len(self.made) * (1 + len(SEVERITIES) * len(made_corruptions()))  # clean too
         return clean + made + sum(map(len, self.folders.values()))
 
     def _needs_clean(self) -> bool:
@@ -155,7 +163,7 @@ class ShiftedTests:
 
         with_clean      add the error on the model's own test images, as "clean"
         """
-        tests = {name: self._test(one, self.columns[name]) for name, one in self.folders.items()}
+        tests = {name: self._test(name) for name in self.folders}
         clean = _ClassesTest(None, len(self.classes))
         if self.clean is not None and (with_clean or self._needs_clean()):
             consumers: list[Consume] = [clean.add, *(test.add_clean for test in tests.values())]
@@ -166,18 +174,19 @@ class ShiftedTests:
             for part in one.parts:
                 # Corrupted images are published at the size that models read, and are not resized again.
                 images = one.images(part, labels, self.size, None if one.kind == "corrupted" else self.prepare)
-                add = tests[name].adder(part.corruption, part.severity)
+                add = partial(tests[name].add, cell=(part.corruption, part.severity))
                 _forward(classify, device, images, images.labels, [add])
         found = {name: {"kind": self.folders[name].kind, **test.result()} for name, test in tests.items()}
         if self.made:
             found[MADE] = {"kind": MADE, **self._score_made(classify, device)}
         return {**({"clean": {"kind": "clean", **clean.result()}} if with_clean and self.clean else {}), **found}
 
-    def _test(self, one: ShiftedFolder, columns: list[int] | None) -> "_ClassesTest | _OutliersTest | _CorruptedTest":
+    def _test(self, name: str) -> "_Test":
+        one, columns = self.folders[name], self.columns[name]
+        if one.kind == "corrupted":
+            return _CorruptedTest(columns, len(one.classes), has_mce=self._has_mce(one), note=_note(one))
         if one.kind == "outliers":
             return _OutliersTest(columns, len(self.classes if columns is None else columns))
-        if one.kind == "corrupted":
-            return _CorruptedTest(columns, len(one.classes), self._has_mce(one), _note(one))
         return _ClassesTest(columns, len(one.classes))
 
     def _has_mce(self, one: ShiftedFolder) -> bool:
@@ -187,150 +196,130 @@ class ShiftedTests:
     def _score_made(self, classify: Classify, device: Any) -> dict[str, Any]:
         """Return the mean error over corruptions and severities, and each of them."""
         assert self.clean is not None
-        kinds = _makeable()
-        scores = {(kind, severity): Accuracy() for kind in kinds for severity in SEVERITIES}
-        clean, wrong = Accuracy(), torch.zeros(len(self.made), dtype=torch.float64)
-        for start, pixels, count in _batches(self.clean.images, self.made):
-            right = self.clean.outputs[self.made[start : start + count]]
-            clean.update(classify(pixels.to(device)).cpu(), right)
-            for (kind, severity), accuracy in scores.items():
-                made = corrupt(pixels, kind, severity=severity, seed=SEED, first=start).images
-                logits = classify(made.to(device)).cpu()
-                accuracy.update(logits, right)
-                wrong[start : start + count] += ~in_top_k(logits, right)
-        errors = {kind: {s: _error(scores[kind, s]) for s in SEVERITIES} for kind in kinds}
-        found = {**_error_row(_mean_error(errors)), "clean_same": _error(clean), "examples": len(self.made), "seed": SEED}
-        each = Shares((wrong / len(scores)).numpy()).stored()
-        return {**found, "errors": _as_json(errors), "per_example": each}
+        kinds = made_corruptions()
+        clean = list[Tensor]()
+        wrong: dict[Cell, list[Tensor]] = {(kind, severity): [] for kind in kinds for severity in SEVERITIES}
+        for start, pixels in _batches(self.clean.images, self.made):
+            right = self.clean.outputs[self.made[start : start + len(pixels)]]
+            clean.append(~in_top_k(classify(pixels.to(device)).cpu(), right))
+            for (kind, severity), of_cell in wrong.items():
+                images = corrupt(pixels, kind, severity=severity, seed=SEED, first=start).images
+                of_cell.append(~in_top_k(classify(images.to(device)).cpu(), right))
+        errors, mean = _errors(wrong)
+        counted = {"clean_same": error_of(torch.cat(clean)), "examples": len(self.made), "seed": SEED}
+        every = torch.stack([torch.cat(of_cell) for of_cell in wrong.values()]).double().mean(0)
+        return {**_error_row(mean), **counted, "errors": errors, "per_example": per_image(every)}
 
 
-def _makeable() -> list[str]:
-    """Return the corruptions that need no files."""
-    return [name for name, corruption in CORRUPTIONS.items() if not corruption.files]
+class _Test(ABC):
+    """The results on one shifted test set (abstract).
 
+    columns   the outputs that are compared; None: all
+    classes   how many classes it has
+    """
 
-class _Selected:
-    """The logits of some outputs, and which of them is right."""
-
-    def __init__(self, columns: Sequence[int] | None) -> None:
+    def __init__(self, columns: Sequence[int] | None, classes: int) -> None:
         self.columns = None if columns is None else torch.tensor(sorted(columns))
+        self.classes, self.examples = classes, 0
 
-    def known(self, outputs: Tensor) -> Tensor:
-        """Return (N,) bool: whether the right output is one of those that are compared."""
-        return torch.ones_like(outputs, dtype=torch.bool) if self.columns is None else torch.isin(outputs, self.columns)
+    def compared(self, logits: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the compared logits and which is right, of the images whose right output is one of them."""
+        if self.columns is None:
+            return logits, outputs
+        known = torch.isin(outputs, self.columns)
+        return logits[known][:, self.columns], torch.searchsorted(self.columns, outputs[known])
 
-    def logits(self, logits: Tensor) -> Tensor:
-        return logits if self.columns is None else logits[:, self.columns]
+    @abstractmethod
+    def add(self, logits: Tensor, outputs: Tensor, cell: Cell = ("", 0)) -> None:
+        """Add images of the test set; `cell` is their corruption and its severity, if it has corruptions."""
 
-    def targets(self, outputs: Tensor) -> Tensor:
-        return outputs if self.columns is None else torch.searchsorted(self.columns, outputs)
+    def add_clean(self, logits: Tensor, outputs: Tensor) -> None:
+        """Add the model's own test images, for tests that use them."""
+        return
+
+    @abstractmethod
+    def result(self) -> dict[str, Any]: ...
 
 
-class _ClassesTest:
+class _ClassesTest(_Test):
     """The error on images of the model's classes."""
 
     def __init__(self, columns: Sequence[int] | None, classes: int) -> None:
-        self.selected, self.classes = _Selected(columns), classes
-        self.first, self.first_five, self.examples = Accuracy(), Accuracy(5), 0
-        self.wrong: list[Tensor] = []
+        super().__init__(columns, classes)
+        self.wrong, self.wrong_of_five = list[Tensor](), list[Tensor]()
 
-    def adder(self, corruption: str, severity: int) -> Consume:
-        return self.add
-
-    def add(self, logits: Tensor, outputs: Tensor) -> None:
-        logits, targets = self.selected.logits(logits), self.selected.targets(outputs)
-        self.first.update(logits, targets)
-        self.first_five.update(logits, targets)
+    def add(self, logits: Tensor, outputs: Tensor, cell: Cell = ("", 0)) -> None:
+        logits, targets = self.compared(logits, outputs)
         self.wrong.append(~in_top_k(logits, targets))
-        self.examples += len(targets)
-
-    def add_clean(self, logits: Tensor, outputs: Tensor) -> None:
-        """Ignore the model's own test images."""
+        self.wrong_of_five.append(~in_top_k(logits, targets, 5))
 
     def result(self) -> dict[str, Any]:
-        if not self.examples:
+        if not self.wrong:
             return {}
-        top5 = {"top5": _error(self.first_five)} if self.classes > 5 else {}  # else 0
-        row = {**_error_row(_error(self.first)), "accuracy": self.first.result(), **top5}
-        each = Shares(torch.cat(self.wrong).double().numpy()).stored()
-        return {**row, "examples": self.examples, "classes": self.classes, "per_example": each}
+        wrong = torch.cat(self.wrong)
+        top5 = {"top5": error_of(torch.cat(self.wrong_of_five))} if self.classes > 5 else {}  # else 0
+        row = {**_error_row(error_of(wrong)), "accuracy": int((~wrong).sum()) / len(wrong), **top5}
+        return {**row, "examples": len(wrong), "classes": self.classes, "per_example": per_image(wrong)}
 
 
-class _OutliersTest:
+class _OutliersTest(_Test):
     """How well a low confidence tells outliers from test images of the same outputs."""
 
     def __init__(self, columns: Sequence[int] | None, classes: int) -> None:
-        self.selected, self.classes, self.precision = _Selected(columns), classes, AnomalyPrecision()
-        self.outliers = self.inliers = 0
-        self.problem = ""
+        super().__init__(columns, classes)
+        self.precision, self.inliers, self.problem = AnomalyPrecision(), 0, ""
 
-    def adder(self, corruption: str, severity: int) -> Consume:
-        return self.add
-
-    def add(self, logits: Tensor, outputs: Tensor) -> None:
-        self._update(self.selected.logits(logits), True)
-        self.outliers += len(outputs)
+    def add(self, logits: Tensor, outputs: Tensor, cell: Cell = ("", 0)) -> None:
+        self.examples += self._add(logits, outputs, is_outlier=True)
 
     def add_clean(self, logits: Tensor, outputs: Tensor) -> None:
-        known = self.selected.known(outputs)
-        self._update(self.selected.logits(logits[known]), False)
-        self.inliers += int(known.sum())
+        self.inliers += self._add(logits, outputs, is_outlier=False)
 
-    def _update(self, logits: Tensor, is_outlier: bool) -> None:
+    def _add(self, logits: Tensor, outputs: Tensor, *, is_outlier: bool) -> int:
+        logits, targets = self.compared(logits, outputs)
         try:
             self.precision.update(logits, is_outlier)
         except ValueError as problem:  # NaN: the result of a long training must not be lost for it
             self.problem = str(problem)
+        return len(targets)
 
     def result(self) -> dict[str, Any]:
         figure = math.nan if self.problem else 100 * self.precision.result()
-        counts: dict[str, float] = {"examples": self.outliers, "in_distribution": self.inliers, "classes": self.classes}
-        counts["chance"] = 100 * self.outliers / (self.outliers + self.inliers)
+        counts: dict[str, float] = {"examples": self.examples, "in_distribution": self.inliers, "classes": self.classes}
+        counts["chance"] = 100 * self.examples / (self.examples + self.inliers)
         problem = {"undefined": self.problem} if self.problem else {}
         return {"figure": figure, "measure": "AUPR, %", "better": "higher", **counts, **problem}
 
 
-class _CorruptedTest:
+class _CorruptedTest(_Test):
     """The error on each corruption at each severity, and mCE if all published ones are there."""
 
-    def __init__(self, columns: Sequence[int] | None, classes: int, has_mce: bool, note: str | None) -> None:
-        self.selected, self.classes, self.note, self.examples = _Selected(columns), classes, note, 0
-        self.scores: dict[tuple[str, int], Accuracy] = {}
-        self.mce = MeanCorruptionError(ALEXNET_ERRORS) if has_mce else None
-        self.clean = Accuracy()
+    def __init__(self, columns: Sequence[int] | None, classes: int, *, has_mce: bool, note: str | None) -> None:
+        super().__init__(columns, classes)
+        self.note, self.has_mce = note, has_mce
+        self.wrong, self.clean = dict[Cell, list[Tensor]](), list[Tensor]()
 
-    def adder(self, corruption: str, severity: int) -> Consume:
-        accuracy = self.scores.setdefault((corruption, severity), Accuracy())
-
-        def add(logits: Tensor, outputs: Tensor) -> None:
-            logits, targets = self.selected.logits(logits), self.selected.targets(outputs)
-            accuracy.update(logits, targets)
-            self.examples += len(targets)
-            if self.mce is not None and corruption in self.mce.baseline:
-                self.mce.update(corruption, severity, logits, targets)
-
-        return add
+    def add(self, logits: Tensor, outputs: Tensor, cell: Cell = ("", 0)) -> None:
+        logits, targets = self.compared(logits, outputs)
+        self.wrong.setdefault(cell, []).append(~in_top_k(logits, targets))
+        self.examples += len(targets)
 
     def add_clean(self, logits: Tensor, outputs: Tensor) -> None:
-        known = self.selected.known(outputs)
-        if bool(known.any()):
-            self.clean.update(self.selected.logits(logits[known]), self.selected.targets(outputs[known]))
+        self.clean.append(~in_top_k(*self.compared(logits, outputs)))
 
     def result(self) -> dict[str, Any]:
-        errors: dict[str, dict[int, float]] = {}
-        for (corruption, severity), accuracy in self.scores.items():
-            errors.setdefault(corruption, {})[severity] = _error(accuracy)
-        mean = _mean_error(errors)
-        found: dict[str, Any] = {"examples": self.examples, "classes": self.classes, "errors": _as_json(errors)}
+        errors, mean = _errors(self.wrong)
+        found: dict[str, Any] = {"examples": self.examples, "classes": self.classes, "errors": errors}
         found |= {} if self.note is None else {"note": self.note}
-        if self.mce is None:
+        if not self.has_mce:
             return {**_error_row(mean), **found}
-        try:
-            clean = _error(self.clean)
-            found |= {"clean": clean, "relative_mce": self.mce.relative(clean, ALEXNET_CLEAN_ERROR)}
-        except ValueError:  # there are no clean images of these classes
-            pass
-        return {"figure": self.mce.result(), "measure": "mCE, %", "better": "lower", "mean_error": mean, **found}
+        means = {corruption: sum(each.values()) / len(each) for corruption, each in errors.items()}
+        if any(map(len, self.clean)):  # there are clean images of these classes
+            clean = error_of(torch.cat(self.clean))
+            relative = {"clean": clean, "baseline_clean": ALEXNET_CLEAN_ERROR}
+            found |= {"clean": clean, "relative_mce": mean_corruption_error(means, ALEXNET_ERRORS, **relative)}
+        mce = mean_corruption_error(means, ALEXNET_ERRORS)
+        return {"figure": mce, "measure": "mCE, %", "better": "lower", "mean_error": mean, **found}
 
 
 def _missing_corruptions(one: ShiftedFolder) -> list[str]:
@@ -353,44 +342,38 @@ def _note(one: ShiftedFolder) -> str | None:
 
 def _forward(classify: Classify, device: Any, images: Images, outputs: Tensor, consumers: Sequence[Consume]) -> None:
     """Run the model on all images, and give the logits of each batch to every consumer."""
-    for start, pixels, count in _batches(images, range(len(images))):
+    for start, pixels in _batches(images, range(len(images))):
         logits = classify(pixels.to(device)).float().cpu()
         for consume in consumers:
-            consume(logits, outputs[start : start + count])
+            consume(logits, outputs[start : start + len(pixels)])
 
 
-def _batches(images: Images, numbers: Sequence[int]) -> Iterator[tuple[int, Tensor, int]]:
-    """Yield the start, the pixels and the size of each batch; some threads decode the batches that follow."""
-    starts = range(0, len(numbers), BATCH)
+def _batches(images: Images, numbers: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+    """Yield the start and the pixels of each batch; some threads decode the batches that follow."""
     with ThreadPoolExecutor(THREADS) as pool:
         waiting: deque[tuple[int, Future[Tensor]]] = deque()
         try:
-            for start in starts:
+            for start in range(0, len(numbers), BATCH):
                 waiting.append((start, pool.submit(images.pixels, list(numbers[start : start + BATCH]))))
                 if len(waiting) > THREADS:
                     first, pixels = waiting.popleft()
-                    yield first, pixels.result(), len(pixels.result())
+                    yield first, pixels.result()
             while waiting:
                 first, pixels = waiting.popleft()
-                yield first, pixels.result(), len(pixels.result())
+                yield first, pixels.result()
         finally:
             for _, pixels in waiting:
                 pixels.cancel()
-
-
-def _error(accuracy: Accuracy) -> float:
-    return 100 * (1 - accuracy.result())
 
 
 def _error_row(error: float) -> dict[str, Any]:
     return {"figure": error, "measure": "error, %", "better": "lower"}
 
 
-def _mean_error(errors: dict[str, dict[int, float]]) -> float:
-    """Return the mean over corruptions of the mean over severities."""
+def _errors(wrong: Mapping[Cell, list[Tensor]]) -> tuple[dict[str, dict[str, float]], float]:
+    """Return the error by corruption and severity, and the mean over corruptions of the mean over severities."""
+    errors: dict[str, dict[str, float]] = {}
+    for (corruption, severity), of_cell in wrong.items():
+        errors.setdefault(corruption, {})[str(severity)] = error_of(torch.cat(of_cell))
     means = [sum(each.values()) / len(each) for each in errors.values()]
-    return sum(means) / len(means)
-
-
-def _as_json(errors: dict[str, dict[int, float]]) -> dict[str, dict[str, float]]:
-    return {corruption: {str(severity): error for severity, error in each.items()} for corruption, each in errors.items()}
+    return errors, sum(means) / len(means)

@@ -23,8 +23,10 @@ import torch
 
 from holdfast.data import PixelScaling, Tokenizer
 from holdfast.data.tokenizers import Bytes, HubTokenizer, Vocabulary
+from holdfast.errors import unknown_name
 from holdfast.files import read_json
 from holdfast.hub.checkpoint import load_with_head, local_folder
+from holdfast.hub.families import DENSE_FAMILIES
 from holdfast.hub.folder_files import PROCESSOR, check_files, family_values, sha256_of
 from holdfast.model_size import build_or_refuse
 from holdfast.train.recipe import ModelPart
@@ -35,6 +37,7 @@ HEADS = {  # Auto classes of transformers
     "labels": "AutoModelForSequenceClassification",
     "images": "AutoModelForImageClassification",
 }
+CONVERTED = ("attn_implementation", "layer_types", "rope_theta")  # entries that transformers reads, and not every config has
 OF_DATA = ("vocab_size", "image_size", "num_channels")  # entries that a checkpoint has, and that the data must fit
 
 logger = logging.getLogger("holdfast")
@@ -66,6 +69,11 @@ def _new_model(part: ModelPart, head: str, entries: Mapping[str, Any]) -> Any:
 
     if part.family not in transformers.CONFIG_MAPPING:
         raise ValueError(f"transformers has no model family {part.family!r}.")
+    usual = transformers.AutoConfig.for_model(part.family)
+    # transformers would keep an unknown entry, and ignore it.
+    for name in part.config if part.family in DENSE_FAMILIES else ():
+        if not hasattr(usual, name) and name not in CONVERTED:
+            raise ValueError(f"model.config.{name}: {unknown_name(f'entry of {part.family}', name, usual.to_dict())}")
 
     def build(config: Mapping[str, Any]) -> Any:
         values = transformers.AutoConfig.for_model(part.family, **{**entries, **config})

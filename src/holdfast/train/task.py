@@ -11,9 +11,9 @@ import hashlib
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self, final
+from typing import Any, ClassVar, Literal, Protocol, Self, final
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 
 from holdfast.attacks import AttackWarning, attack_routes
 from holdfast.attacks.threat import check_budget
-from holdfast.data import ExampleOrder
+from holdfast.data import Corpus, ExampleOrder, ImageSet, TextSet
 from holdfast.hub import has_routers, router_calls, trace
 from holdfast.hub.tracing import require_known_tokens
 from holdfast.metrics import RoutingReport, boundary_of, describe_metrics
@@ -29,14 +29,22 @@ from holdfast.routing import Context, Router
 from holdfast.train.recipe import Recipe
 
 Inputs = dict[str, Tensor]  # of a model's forward
-FetchAt = Callable[[ExampleOrder, Sequence[int]], Inputs]  # from places in an order to the inputs there
 AttackTable = dict[str, Any]  # "title", "columns", "rows" to print; "flags" and "summary" to store
+
+
+class FetchAt(Protocol):
+    """A function from places in an order to the inputs there."""
+
+    def __call__(self, order: ExampleOrder, places: Sequence[int]) -> Inputs: ...
+
+    def on(self, device: torch.device) -> "FetchAt":
+        """Return the same with inputs on the device, if possible."""
 
 
 @final
 @dataclass(frozen=True)
 class Measure:
-    """The metric that compares routers."""
+    """The metric that compares routers. In a name such as "error, %" the unit follows the comma."""
 
     name: str
     long: str  # the metric in a sentence
@@ -45,8 +53,20 @@ class Measure:
 
     @property
     def noun(self) -> str:
-        """The name without its unit."""
         return self.name.partition(",")[0].strip()
+
+    @property
+    def unit(self) -> str:
+        return self.name.partition(",")[2].strip()
+
+    @property
+    def points(self) -> str:
+        """The unit of a difference: "by 3%" could be read as 3% of the old value."""
+        return {"": "", "%": " percentage points"}.get(self.unit, f" {self.unit}")
+
+    @property
+    def sentence(self) -> str:
+        return f"{self.long[:1].upper()}{self.long[1:]}; {self.better} is better."
 
     @property
     def digits(self) -> int:
@@ -61,7 +81,6 @@ class Examples(Dataset[Inputs]):
     fetch       from the numbers of examples to their inputs
     fetch_on    from a device to a `fetch` that keeps the data on it; None: they stay in memory
     fetch_at    for inputs that also depend on the place of an example in the order (augmented images); replaces both
-    fetch_at_on from a device to a `fetch_at` whose inputs are on it, if possible
     """
 
     def __init__(
@@ -72,18 +91,15 @@ class Examples(Dataset[Inputs]):
         *,
         fetch_on: Callable[[torch.device], Callable[[Tensor], Inputs]] | None = None,
         fetch_at: FetchAt | None = None,
-        fetch_at_on: Callable[[torch.device], FetchAt] | None = None,
     ) -> None:
         self.order, self.fetch, self.steps, self.fetch_on, self.fetch_at = order, fetch, steps, fetch_on, fetch_at
-        self.fetch_at_on = fetch_at_on
 
     def on(self, device: torch.device) -> "Examples":
         """Return the same examples with inputs on the device if possible, so that a step copies only their numbers."""
         if device.type == "cpu":
             return self
         if self.fetch_at is not None:
-            fetch_at = self.fetch_at if self.fetch_at_on is None else self.fetch_at_on(device)
-            return Examples(self.order, self.fetch, self.steps, fetch_at=fetch_at)
+            return Examples(self.order, self.fetch, self.steps, fetch_at=self.fetch_at.on(device))
         return self if self.fetch_on is None else Examples(self.order, self.fetch_on(device), self.steps)
 
     def __len__(self) -> int:
@@ -99,6 +115,20 @@ class Examples(Dataset[Inputs]):
         for name, tensor in sorted(self.__getitems__(places).items()):
             digest.update(f"{name} {tuple(tensor.shape)}".encode() + tensor.contiguous().numpy().tobytes())
         return digest.hexdigest()[:16]
+
+
+@final
+class HeldOut(Dataset[Inputs]):
+    """The examples of these numbers, in order. A batch is fetched at once, as one `Inputs`."""
+
+    def __init__(self, numbers: Sequence[int], fetch: Callable[[Tensor], Inputs]) -> None:
+        self.numbers, self.fetch = numbers, fetch
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitems__(self, places: Sequence[int]) -> Inputs:
+        return self.fetch(torch.tensor([self.numbers[place] for place in places]))
 
 
 class Task(ABC):
@@ -117,6 +147,11 @@ class Task(ABC):
     def other_metrics(self) -> list[dict[str, str]]:
         """The names, descriptions and directions of the metrics beside the measure."""
         return describe_metrics(self.recipe.metrics)
+
+    @property
+    @abstractmethod
+    def source(self) -> Corpus | TextSet | ImageSet:
+        """The data of the task, in splits."""
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
@@ -196,6 +231,16 @@ class Task(ABC):
         """Attack the words of the test texts: "words", "generic" or "typos". Raise ValueError if the task has no texts."""
         raise ValueError(f"{kind} attacks texts, but this model's task is images: use fgsm, pgd, spsa or corruptions.")
 
+    def preprocessor(self) -> Any:
+        """Return what transformers saves beside a model to read its inputs; None if it has no class for it."""
+        return None
+
+    audit_tokenizer: Any = None  # of the texts of `audit_inputs`
+
+    @abstractmethod
+    def audit_inputs(self, tokens: int) -> Iterator[Any]:
+        """Yield test texts of about so many tokens, or batches of test images, for audits and certificates."""
+
     @abstractmethod
     def probe(self) -> Inputs:
         """Return a few test examples, the same for every router, on which snapshots of the routing are taken."""
@@ -218,6 +263,21 @@ def forward(model: Any, inputs: Inputs) -> Any:
 def first_experts(routes: Any) -> list[Tensor]:
     """Return the expert with the largest weight of every token, (T,) on the CPU for each layer."""
     return [routing.experts[:, 0].cpu() for routing in routes]
+
+
+@contextmanager
+def evaluating(model: Any, *, routing: bool = True) -> Iterator[dict[str, Any]]:
+    """Inside the `with`, the model is in evaluation mode.
+
+    Yield a dict that after the `with` has the metrics of the model's routers under "routing"; empty if it is dense, or
+    without `routing`.
+    """
+    was_training = model.training
+    model.eval()
+    measuring: AbstractContextManager[dict[str, Any]] = routing_metrics(model) if routing else nullcontext({})
+    with measuring as measured:
+        yield measured
+    model.train(was_training)
 
 
 @contextmanager
@@ -275,8 +335,3 @@ def attack_routers(model: Any, task: Task, *, budget: float, steps: int, tokens:
         "flags": flags,
         "summary": {"layers": summaries},
     }
-
-
-def attack_text(model: Any, task: Task, kind: str, *, rate: float, seed: int) -> AttackTable:
-    """Attack the test texts with the attack of this name: "words", "generic", "typos", or one of a plugin."""
-    return task.attack_words(model, kind, rate=rate, seed=seed)

@@ -5,12 +5,12 @@ text and in the attacked one; `TextTask.scored_texts` finds the tokens that both
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
@@ -20,7 +20,8 @@ from holdfast.attacks import AttackedText, attack_texts, find_attack, swap_words
 from holdfast.attacks.text import Spans
 from holdfast.data import Blocks, Corpus, Document, Order, Tokenizer, corpus, tokenizer
 from holdfast.data.documents import WORD_SPLITTERS
-from holdfast.data.tokenizers import Vocabulary
+from holdfast.data.encoded_texts import EncodedTexts
+from holdfast.data.tokenizers import HubTokenizer, Vocabulary
 from holdfast.hub import trace
 from holdfast.hub.tracing import require_known_tokens, require_positions
 from holdfast.metrics import ChosenMetrics, block_losses, cost_of_attack, token_nll
@@ -29,12 +30,13 @@ from holdfast.train.start import start_model, start_tokenizer
 from holdfast.train.task import (
     AttackTable,
     Examples,
+    HeldOut,
     Inputs,
     Measure,
     Task,
+    evaluating,
     first_experts,
     forward,
-    routing_metrics,
     without_attack_warnings,
 )
 
@@ -42,9 +44,98 @@ ATTACK_SEED = 0
 WORD_SWAP = "words"  # the attack of a recipe that names none
 PROBE_TOKENS = 2048  # rounded up to whole blocks
 VIEW_TOKENS = 160
+LETTERS_PER_TOKEN = 64  # more than a token has: limits how much of a long document is read
 VALIDATION_TOKENS = 65_536  # at most
 TOKENS_PER_BATCH = {"cpu": 2048, "cuda": 32768}  # when scoring; at least one block
 LOGITS_PER_BATCH = 2**28  # at most: 1 GiB of float32
+
+
+class TextsTask(Task):
+    """What tasks on texts share: a tokeniser, and attacks on the words of the test texts (abstract)."""
+
+    tokenizer: Tokenizer
+    swapped: ClassVar[tuple[str, str]]  # in the description of an attack: whose words are swapped, and what for by default
+
+    @abstractmethod
+    def test_texts(self) -> tuple[list[str], list[str] | None]:
+        """Return the test texts, and names for them if they have some, which decide what an attack draws for each."""
+
+    @property
+    @abstractmethod
+    def training(self) -> Blocks | EncodedTexts:
+        """The tokens of the training texts."""
+
+    def pieces(self) -> list[Spans] | None:
+        """Return the spans of tokens that an attack may change as a whole only; None: it may change every letter."""
+        return None
+
+    def _tokenizer(self, training: Callable[[], Corpus]) -> Tokenizer:
+        """Return the tokeniser of the recipe's checkpoint, or a new one from the `training` texts."""
+        part = self.recipe.data
+        of_checkpoint = start_tokenizer(self.recipe.model, part.tokens)
+        name = part.tokens or "words"
+        size = part.vocabulary if name in WORD_SPLITTERS else None
+        return tokenizer(training(), name, size=size) if of_checkpoint is None else of_checkpoint
+
+    def preprocessor(self) -> Any:
+        return self.tokenizer.tokenizer if isinstance(self.tokenizer, HubTokenizer) else None
+
+    def token_counts(self) -> Tensor:
+        return torch.bincount(self.training.tokens.long(), minlength=len(self.tokenizer))
+
+    @cached_property
+    def attack(self) -> AttackedText:
+        """The test texts, attacked as the recipe says: the same attacked texts for every router."""
+        part = self.recipe.attack
+        if part.token is None:
+            return self.attacked_with(part.name or WORD_SWAP)
+        texts, keys = self.test_texts()
+        with without_attack_warnings():
+            return swap_words(texts, rate=part.rate, seed=ATTACK_SEED, keys=keys, token=part.token)
+
+    def attacked_with(self, name: str, *, rate: float | None = None, seed: int = ATTACK_SEED) -> AttackedText:
+        """Return the test texts under the attack of this name, by default at the recipe's rate."""
+        rate = self.recipe.attack.rate if rate is None else rate
+        texts, keys = self.test_texts()
+        how: dict[str, Any] = {"keys": keys, "words": self._known_words, "pieces": self.pieces}
+        with without_attack_warnings():
+            return attack_texts(find_attack(name, "text"), texts, rate=rate, seed=seed, **how)
+
+    def _known_words(self) -> list[str]:
+        """Return the words that the model knows; tokenisers without a vocabulary of words can encode every word."""
+        known = self.tokenizer.words if isinstance(self.tokenizer, Vocabulary) else None
+        return swappable(known) if known else words_in(self.test_texts()[0])
+
+    def described_attack(self) -> str:
+        """Return the attack of the recipe in a sentence."""
+        whose, others = self.swapped
+        share = f"{self.attack.realised:.1%} of {whose} words"
+        if self.recipe.attack.name not in (None, WORD_SWAP):
+            return f"{self.attack.attack}: {share}"
+        return f"a swap of {share} for {self.attack.options.get('token', others)}"
+
+    def attack_words(self, model: Any, kind: str, *, rate: float, seed: int) -> AttackTable:
+        attack = self.attacked_with(kind, rate=rate, seed=seed)
+        title = f"{attack.attack}: {attack.changed} of {sum(attack.words)} words, {attack.realised:.2%}"
+        flags = [flag.summary() for flag in attack.flags]
+        return {"title": title, "flags": flags, **self._attack_table(model, kind, attack)}
+
+    @abstractmethod
+    def _attack_table(self, model: Any, kind: str, attack: AttackedText) -> AttackTable:
+        """Return the caption, columns, rows and summary of the table of an attack."""
+
+    def _view(self, model: Any, inputs: Inputs) -> dict[str, Any]:
+        """Return the tokens of these inputs in readable form, and the first expert of each."""
+        with torch.no_grad(), trace(model) as routes:
+            forward(model, inputs)
+        is_real = inputs["attention_mask"].flatten().bool()
+        pieces = [self.tokenizer.decode([token]) for token in inputs["input_ids"].flatten()[is_real].tolist()]
+        return {"kind": "text", "pieces": pieces, "experts": [layer[is_real].tolist() for layer in first_experts(routes)]}
+
+
+def tokens_per_batch(model: Any) -> int:
+    """Return the number of tokens of a forward when a model is scored."""
+    return TOKENS_PER_BATCH.get(model.device.type, TOKENS_PER_BATCH["cpu"])
 
 
 @final
@@ -63,7 +154,7 @@ class ScoredText:
 
 
 @final
-class TextTask(Task):
+class TextTask(TextsTask):
     """The text of a recipe.
 
     folder   where named sources are searched for
@@ -71,27 +162,29 @@ class TextTask(Task):
     """
 
     has_held_out_figure = False
+    swapped = ("its", "others of the vocabulary")
 
     def __init__(self, recipe: Recipe, folder: Path | None = None, *, known: Tokenizer | None = None) -> None:
         self.recipe = recipe
         self.corpus: Corpus = corpus(recipe.data.source, folder=folder, column=recipe.data.text)
-        self.tokenizer: Tokenizer = known or self._tokenizer()
+        self.tokenizer = self.audit_tokenizer = known or self._tokenizer(lambda: self.corpus)
 
-    def _tokenizer(self) -> Tokenizer:
-        part = self.recipe.data
-        own = start_tokenizer(self.recipe.model, part.tokens)
-        if own is not None:
-            return own
-        name = part.tokens or "words"
-        return tokenizer(self.corpus, name, size=part.vocabulary if name in WORD_SPLITTERS else None)
+    @property
+    def source(self) -> Corpus:
+        return self.corpus
+
+    def audit_inputs(self, tokens: int) -> Iterator[str]:
+        left = LETTERS_PER_TOKEN * tokens
+        for document in self.corpus.documents("test"):
+            text = document.text[:left]
+            left -= len(text)
+            yield text
+            if left <= 0:
+                return
 
     @property
     def measure(self) -> Measure:
-        token = self.attack.options.get("token", "others of the vocabulary")
-        attack = f"a swap of {self.attack.realised:.1%} of its words for {token}"
-        if self.recipe.attack.name not in (None, WORD_SWAP):
-            attack = f"{self.attack.attack}: {self.attack.realised:.1%} of its words"
-        return Measure("perplexity", "perplexity per token on the test text", attack)
+        return Measure("perplexity", "perplexity per token on the test text", self.described_attack())
 
     def describe(self) -> dict[str, Any]:
         return {"data": self.corpus.describe(), "attack": self.attack.summary()}
@@ -110,8 +203,8 @@ class TextTask(Task):
         return Examples(order, partial(_inputs, blocks), training.step_count(blocks.whole))
 
     def validation(self) -> Dataset[Inputs]:
-        blocks = self._blocks(self.corpus.documents("valid"), VALIDATION_TOKENS)
-        return _FullBlocks(_require_full_block(blocks, "held-out text"))
+        blocks = _require_full_block(self._blocks(self.corpus.documents("valid"), VALIDATION_TOKENS), "held-out text")
+        return HeldOut(range(blocks.whole), partial(_inputs, blocks))  # without the padded block at the end
 
     def held_out_figure(self, model: Any) -> None:
         return None  # the perplexity of these blocks is the exponential of their loss
@@ -120,44 +213,13 @@ class TextTask(Task):
     def training(self) -> Blocks:
         return self._blocks(self.corpus.documents("train"), self.recipe.data.train_tokens)
 
-    def token_counts(self) -> Tensor:
-        return torch.bincount(self.training.tokens.long(), minlength=len(self.tokenizer))
-
-    @cached_property
-    def attack(self) -> AttackedText:
-        """The test text, attacked as the recipe says: the same attacked text for every router."""
-        part = self.recipe.attack
-        if part.token is None:
-            return self.attacked_with(part.name or WORD_SWAP)
-        texts, keys = self._texts_and_keys()
-        return swap_words(texts, rate=part.rate, seed=ATTACK_SEED, keys=keys, token=part.token)
-
-    def attacked_with(self, name: str, *, rate: float | None = None, seed: int = ATTACK_SEED) -> AttackedText:
-        """Return the test text under the attack of this name, by default at the recipe's rate."""
-        texts, keys = self._texts_and_keys()
-        return attack_texts(
-            find_attack(name, "text"),
-            texts,
-            rate=self.recipe.attack.rate if rate is None else rate,
-            seed=seed,
-            keys=keys,
-            words=self._known_words,
-            pieces=self._pieces,
-        )
-
-    def _texts_and_keys(self) -> tuple[list[str], list[str]]:
+    def test_texts(self) -> tuple[list[str], list[str]]:
         return [document.text for document in self._test], [document.title for document in self._test]
 
-    def _known_words(self) -> list[str]:
-        """Return the words that the model knows; tokenisers without a vocabulary of words can encode every word."""
-        known = self.tokenizer.words if isinstance(self.tokenizer, Vocabulary) else None
-        return swappable(known) if known else words_in(document.text for document in self._test)
-
-    def _pieces(self) -> list[Spans] | None:
+    def pieces(self) -> list[Spans] | None:
         """Return the spans of tokens, for a vocabulary of words: a change inside a token would make that token unknown."""
-        if not isinstance(self.tokenizer, Vocabulary) or not self.tokenizer.words:
-            return None
-        return self._clean[1]
+        has_words = isinstance(self.tokenizer, Vocabulary) and self.tokenizer.words
+        return self._clean[1] if has_words else None
 
     @cached_property
     def _clean(self) -> tuple[Tensor, list[Spans]]:
@@ -181,10 +243,6 @@ class TextTask(Task):
     def typos(self) -> tuple[ScoredText, ScoredText]:
         """The clean text and the misspelt one."""
         return self.scored_texts(self.attacked_with("typos"))
-
-    @property
-    def misspelt(self) -> ScoredText:
-        return self.typos[1]
 
     def scored_texts(self, attack: AttackedText) -> tuple[ScoredText, ScoredText]:
         """Return the clean text and the attacked one, each with the tokens that the attack does not change."""
@@ -211,14 +269,14 @@ class TextTask(Task):
             "attacked": score_text(model, self.attacked, losses=attacked, metrics=self.recipe.metrics),
         }
         if self.recipe.attack.rate:
-            typos = score_text(model, self.misspelt, routing=False, losses=misspelt)
+            typos = score_text(model, self.typos[1], routing=False, losses=misspelt)
             found["attacked"]["cost"] = cost_between((self.clean, clean), (self.attacked, attacked))
             typos["cost"] = cost_between((self.typos[0], clean), (self.typos[1], misspelt))
             found["trials"] = {"typos": typos}
         return found
 
     def inputs_to_score(self) -> int:
-        texts = [self.clean, self.attacked, *([self.misspelt] if self.recipe.attack.rate else [])]
+        texts = [self.clean, self.attacked, *([self.typos[1]] if self.recipe.attack.rate else [])]
         return sum(len(text.blocks) for text in texts)
 
     def probe(self) -> Inputs:
@@ -227,26 +285,17 @@ class TextTask(Task):
         return {"input_ids": batch.inputs, "attention_mask": batch.mask.long()}
 
     def view(self, model: Any) -> Mapping[str, Any]:
-        inputs = {name: tensor[:1, :VIEW_TOKENS] for name, tensor in self.probe().items()}
-        with torch.no_grad(), trace(model) as routes:
-            forward(model, inputs)
-        count = int(inputs["attention_mask"].sum())
-        pieces = [self.tokenizer.decode([token]) for token in inputs["input_ids"][0, :count].tolist()]
-        return {"kind": "text", "pieces": pieces, "experts": [layer[:count].tolist() for layer in first_experts(routes)]}
+        return self._view(model, {name: tensor[:1, :VIEW_TOKENS] for name, tensor in self.probe().items()})
 
-    def attack_words(self, model: Any, kind: str, *, rate: float, seed: int) -> AttackTable:
-        with without_attack_warnings():
-            attack = self.attacked_with(kind, rate=rate, seed=seed)
+    def _attack_table(self, model: Any, kind: str, attack: AttackedText) -> AttackTable:
         texts = dict(zip(("clean", kind), self.scored_texts(attack), strict=True))
         losses: dict[str, list[Tensor]] = {name: [] for name in texts}
         scores = [(name, score_text(model, text, routing=False, losses=losses[name])) for name, text in texts.items()]
         cost = cost_between(*((text, losses[name]) for name, text in texts.items()))
         return {
-            "title": f"{attack.attack}: {attack.changed} of {sum(attack.words)} words, {attack.realised:.2%}",
             "caption": cost and f"On untouched words, the attack changes the perplexity by {cost['words']}.",
             "columns": ["", "perplexity", "of untouched words", "bits per byte"],
             "rows": [[name, score["figure"], score["figure_of_kept"], score["bits_per_byte"]] for name, score in scores],
-            "flags": [flag.summary() for flag in attack.flags],
             "summary": {"attack": attack.summary(), **dict(scores), "cost": cost},
         }
 
@@ -259,19 +308,6 @@ class TextTask(Task):
 
     def _blocks(self, documents: Iterable[Document], limit: int | None = None) -> Blocks:
         return Blocks(self.tokenizer.stream(documents, limit), self.recipe.data.length)
-
-
-class _FullBlocks(Dataset[Inputs]):
-    """Every block but a padded one at the end."""
-
-    def __init__(self, blocks: Blocks) -> None:
-        self.blocks = blocks
-
-    def __len__(self) -> int:
-        return self.blocks.whole
-
-    def __getitems__(self, places: list[int]) -> Inputs:
-        return _inputs(self.blocks, torch.tensor(places))
 
 
 def _inputs(blocks: Blocks, numbers: Tensor) -> Inputs:
@@ -322,16 +358,12 @@ def score_text(
     """
     chosen = ChosenMetrics(metrics)
     require_known_tokens(model, text.blocks.tokens)
-    was_training = model.training
-    model.eval()
     total, untouched_total, nlls = 0.0, 0.0, list[Tensor]()
     tokens = untouched_tokens = 0
     place, all_untouched = 1, text.untouched  # the first token is not predicted
-    batch_tokens = TOKENS_PER_BATCH.get(model.device.type, TOKENS_PER_BATCH["cpu"])
-    batch_tokens = min(batch_tokens, LOGITS_PER_BATCH // model.config.vocab_size)
+    batch_tokens = min(tokens_per_batch(model), LOGITS_PER_BATCH // model.config.vocab_size)
     batch_size = max(1, batch_tokens // text.blocks.length)
-    measuring: AbstractContextManager[dict[str, Any]] = routing_metrics(model) if routing else nullcontext({})
-    with measuring as measured:
+    with evaluating(model, routing=routing) as measured:
         for batch in text.blocks.batches(batch_size):
             device = model.device
             out = model(input_ids=batch.inputs.to(device), attention_mask=batch.mask.long().to(device), use_cache=False)
@@ -345,7 +377,6 @@ def score_text(
                 mask = batch.mask.to(device)
                 chosen.update(out.logits[mask], batch.labels.to(device)[mask])
             place += nll.numel()
-    model.train(was_training)
     found = torch.cat(nlls)
     if losses is not None:
         losses.append(found)

@@ -4,7 +4,6 @@ It writes the same log and snapshots as the training loop, and trains with the s
 format: a run that has begun with one of the two does not resume with the other.
 """
 
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,8 +15,7 @@ from torch.utils.data import SequentialSampler
 
 from holdfast.files import append, remove_folder, require_no_links, require_no_links_inside, write_atomically
 from holdfast.hub.folder_files import check_folder
-from holdfast.train.loop import LOG, Guard, Log, Tick, require_finite_weights, resume_point
-from holdfast.train.mixed_labels import soft_labels
+from holdfast.train.loop import LOG, Guard, Log, Tick, as_json_lines, require_finite_weights, resume_point, unchanged
 from holdfast.train.recipe import TrainingPart
 from holdfast.train.run_folder import (
     KEPT_CHECKPOINTS,
@@ -27,9 +25,9 @@ from holdfast.train.run_folder import (
     write_checkpoint_manifest,
     writing_checkpoint,
 )
-from holdfast.train.schedule import needs_validation, rate_factor, validates
 from holdfast.train.snapshots import snapshot_steps, take_snapshot
-from holdfast.train.task import Inputs, Task
+from holdfast.train.soft_labels import soft_labels
+from holdfast.train.task import Task
 
 # No times, so that two runs can be compared.
 LOGGED = ("step", "loss", "eval_loss", "eval_figure", "grad_norm", "learning_rate")
@@ -43,7 +41,7 @@ def train_with_trainer(
     *,
     seed: int,
     k: int | Sequence[int],
-    tick: Tick | None,
+    tick: Tick,
     guard: Guard,
     report_to: tuple[str, ...],
 ) -> Log:
@@ -56,8 +54,8 @@ def train_with_trainer(
         model=model,
         args=_arguments(training, steps, folder, seed, report_to),
         train_dataset=task.examples(seed),
-        eval_dataset=task.validation() if needs_validation(training) else None,
-        data_collator=_identity_collator,
+        eval_dataset=task.validation() if training.needs_validation else None,
+        data_collator=unchanged,
         callbacks=[_callback(task, k, folder, tick, guard)],
     )
     trainer.remove_callback(transformers.PrinterCallback)
@@ -113,11 +111,6 @@ def _arguments(training: TrainingPart, steps: int, folder: Path, seed: int, repo
     return arguments
 
 
-def _identity_collator(batch: Inputs) -> Inputs:
-    """Return the batch unchanged: a dataset here returns all examples of a batch at once."""
-    return batch
-
-
 def _trainer_class(task: Task, folder: Path, guard: Guard) -> Any:
     """Return a Trainer with the order of examples and the learning rates of the loop, and with manifests in checkpoints."""
     import transformers
@@ -129,7 +122,7 @@ def _trainer_class(task: Task, folder: Path, guard: Guard) -> Any:
             return SequentialSampler(self.train_dataset)
 
         def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-            factor = rate_factor(training, num_training_steps)
+            factor = training.rate_factor(num_training_steps)
             self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, factor)
             self._created_lr_scheduler = True
             return self.lr_scheduler
@@ -179,7 +172,7 @@ def _trainer_class(task: Task, folder: Path, guard: Guard) -> Any:
     return InOrderTrainer
 
 
-def _callback(task: Task, k: int | Sequence[int], folder: Path, tick: Tick | None, guard: Guard) -> Any:
+def _callback(task: Task, k: int | Sequence[int], folder: Path, tick: Tick, guard: Guard) -> Any:
     """Return the callback that writes the log, takes the snapshots, asks for validation and reports the progress."""
     from transformers import TrainerCallback
 
@@ -191,24 +184,22 @@ def _callback(task: Task, k: int | Sequence[int], folder: Path, tick: Tick | Non
                 state.best_model_checkpoint = str(folder / f"checkpoint-{state.best_global_step}")
             if state.is_world_process_zero:  # a resumed run starts with the lines before it
                 guard()
-                write_atomically(path, "".join(json.dumps(line) + "\n" for line in _log_lines(state.log_history)))
+                write_atomically(path, as_json_lines(_log_lines(state.log_history)))
             self.due = set(snapshot_steps(state.max_steps))
-            if tick is not None:
-                tick(state.global_step)
+            tick(state.global_step)
 
         def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.is_world_process_zero:
                 guard()
-                append(path, "".join(json.dumps(line) + "\n" for line in _log_lines(state.log_history[-1:])))
+                append(path, as_json_lines(_log_lines(state.log_history[-1:])))
 
         def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
             if state.global_step in self.due and state.is_world_process_zero:
                 guard()
                 require_no_links(folder / "snapshots", folder)
                 take_snapshot(model, probe, k, state.global_step, folder / "snapshots")
-            control.should_evaluate = validates(training, state.global_step, state.max_steps)
-            if tick is not None:
-                tick(state.global_step)
+            control.should_evaluate = training.validates(state.global_step, state.max_steps)
+            tick(state.global_step)
 
     return LogAndSnapshots()
 

@@ -1,42 +1,42 @@
 """Training: one model in a folder, resumable.
 
-    build_model   a fresh model with a router; weights that two routers share start bit-identical
-    train         examples in a fixed order, a log of JSON lines, snapshots and complete checkpoints: in the training loop
-                  (`loop`), or on the Hugging Face Trainer for several ranks (`trainer_loop`), with the same numbers
-    SingleRun     `holdfast train`: both of them in a folder, and the trained model with its task
+    train       examples in a fixed order, a log of JSON lines, snapshots and complete checkpoints: in the training loop
+                (`loop`), or on the Hugging Face Trainer for several ranks (`trainer_loop`), with the same numbers
+    SingleRun   `holdfast train`: build a model and train it in a folder, and save it with its task
+    Pace        warn early if a run would take very long
 
 An interrupted run resumes from its newest complete checkpoint and gives the same numbers.
 """
 
-import hashlib
-import math
-from collections.abc import Mapping, Sequence
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import torch
-from torch import nn
 
-from holdfast.hub.replacements import SparseLayer
 from holdfast.locking import locked, require_unlocked
 from holdfast.planning.planning import CONFIG_ERRORS
-from holdfast.routing import Router
-from holdfast.train.label_smoothing import require_classes
+from holdfast.train.building import build_model, explain_failed_forward, preflight
 from holdfast.train.loop import Guard, Log, Tick, train_in_loop
-from holdfast.train.pace import Pace
-from holdfast.train.preflight import explain_failed_forward, preflight
-from holdfast.train.put_router import put_router, starts_with_copies
 from holdfast.train.recipe import Recipe, RouterChoice
 from holdfast.train.run_folder import claim, prepare, require_own
 from holdfast.train.saved_model import make_task, save_trained
-from holdfast.train.schedule import needs_validation, rate_factor
 from holdfast.train.snapshots import experts_per_token
 from holdfast.train.start import checkpoint_identity
 from holdfast.train.task import Task
 from holdfast.train.task_record import MODEL, TASK
 from holdfast.train.trainer_loop import is_first_rank, processes, train_with_trainer
 from holdfast.version import VERSION
+
+VERY_LONG = 12 * 3600.0  # seconds of training for one model
+SLOW_FIRST_STEP = 30.0  # seconds
+MEASURED = 2  # steps after the first
+
+logger = logging.getLogger("holdfast")
 
 
 class SingleRun:
@@ -77,52 +77,6 @@ class SingleRun:
         return log
 
 
-def build_model(task: Task, router: str, options: Mapping[str, Any], *, seed: int, k: int | None = None) -> Any:
-    """Return the recipe's model with a router. Weights that two routers have in common start bit-identical."""
-    torch.manual_seed(seed)
-    model = task.initial_model()
-    was_dense = put_router(model, task.recipe, RouterChoice(router, router, options, k))
-    _use_token_counts(model, task)
-    if was_dense:
-        std = float(getattr(model.config, "initializer_range", 0.02))
-        _draw_shared_weights(model, seed, std, experts=not starts_with_copies(task.recipe))
-    return model
-
-
-def _use_token_counts(model: nn.Module, task: Task) -> None:
-    """Tell the routers that ask for it (`hash[balanced=true]`) how often each token id occurs in the training data."""
-    routers = [module for module in model.modules() if isinstance(module, Router)]
-    routers = [router for router in routers if any(part.declares.wants_token_counts for part in router.parts)]
-    counts = task.token_counts() if routers else None
-    if counts is not None:
-        for router in routers:
-            router.use_token_counts(counts)
-
-
-@torch.no_grad()
-def _draw_shared_weights(model: nn.Module, seed: int, std: float, *, experts: bool) -> None:
-    """Draw scores, and `experts` too, each from the seed and its own name, whatever else the router draws."""
-    in_routers = {
-        id(parameter) for module in model.modules() if isinstance(module, Router) for parameter in module.parameters()
-    }
-    in_layers = {
-        id(parameter) for module in model.modules() if isinstance(module, SparseLayer) for parameter in module.parameters()
-    }
-    for name, parameter in model.named_parameters():
-        common_name = name.replace(".score.base.", ".score.")  # AC wraps the score it clusters
-        generator = torch.Generator().manual_seed(_seed_of(common_name, seed))
-        is_expert = id(parameter) in in_layers and (".experts." in name or ".shared." in name)
-        if experts and is_expert and not name.endswith("bias"):
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
-        elif id(parameter) in in_routers and common_name.endswith("router.score.weight"):
-            bound = 1 / math.sqrt(parameter.shape[1])
-            parameter.copy_((2 * torch.rand(parameter.shape, generator=generator) - 1) * bound)
-
-
-def _seed_of(name: str, seed: int) -> int:
-    return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:6], "big")
-
-
 def require_trainable(task: Task, seed: int) -> None:
     """Raise ValueError if the data are not sufficient for training; called before anything is written."""
     training = task.recipe.training
@@ -133,11 +87,11 @@ def require_trainable(task: Task, seed: int) -> None:
         )
     task.examples(seed)
     task.probe()
-    rate_factor(training, task.steps)
-    if needs_validation(training):
+    training.rate_factor(task.steps)
+    if training.needs_validation:
         task.validation()
-    if training.label_smoothing:
-        require_classes(task.examples(seed).fetch(torch.tensor([0]))["labels"])
+    if training.label_smoothing and task.examples(seed).fetch(torch.tensor([0]))["labels"].is_floating_point():
+        raise ValueError("label smoothing is for classes, and these labels are numbers: set training.label_smoothing to 0.")
     if training.best_by == "figure" and not task.has_held_out_figure:
         raise ValueError("the figure of this task follows from its loss; leave training.best_by out.")
 
@@ -192,3 +146,62 @@ def quiet() -> None:
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+
+
+@final
+class Pace:
+    """Call it with the number of finished steps, first before the first step. It warns once if the run is very long.
+
+    The first step of a run is often slow (kernels are compiled, files are read), so steps 2 and 3 are measured. A first step
+    that does not end is reported while it runs.
+
+    steps    of the whole run
+    size     a line about the size of an input, if there is one
+    remedy   what makes a run shorter
+    """
+
+    def __init__(self, steps: int, size: str | None, remedy: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.steps, self.clock = steps, clock
+        self.advice = f"{f'{size}. ' if size else ''}{remedy}"
+        self._first: int | None = None  # number of finished steps at the start
+        self._began = 0.0
+        self._timer: threading.Timer | None = None
+
+    def __call__(self, finished: int) -> None:
+        if self._first is None:
+            self._first = finished
+            if finished < self.steps:
+                self._timer = threading.Timer(SLOW_FIRST_STEP, self._report_slow_step)
+                self._timer.daemon = True
+                self._timer.start()
+        elif finished == self._first + 1:
+            self.stop()
+            self._began = _time_on_device(self.clock)
+        elif finished == self._first + 1 + MEASURED:
+            seconds = (_time_on_device(self.clock) - self._began) / MEASURED
+            if seconds * (self.steps - finished) > VERY_LONG:
+                hours = seconds * (self.steps - finished) / 3600
+                logger.warning(
+                    "this run will take about %s: %.3g seconds a step, and %s steps are left. %s",
+                    f"{hours / 24:.0f} days" if hours > 72 else f"{hours:.0f} hours",
+                    seconds,
+                    f"{self.steps - finished:,}",
+                    self.advice,
+                )
+
+    def stop(self) -> None:
+        """Stop waiting for the first step."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _report_slow_step(self) -> None:
+        assert self._first is not None
+        left = self.steps - self._first
+        logger.warning("the first of %s steps has taken %.0f seconds so far. %s", f"{left:,}", SLOW_FIRST_STEP, self.advice)
+
+
+def _time_on_device(clock: Callable[[], float]) -> float:
+    """Return the time when the GPU has finished its steps."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return clock()

@@ -7,15 +7,16 @@ They are compared with the PyTorch code here, which runs elsewhere.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from holdfast.kernels.backward import is_differentiated
 from holdfast.kernels.fp32_linear import HALF_DTYPES, ieee_float32, linear_float32, matmul_float32
-from holdfast.kernels.launching import EVERYWHERE, HAS_TRITON, has_kernels, is_exporting, on_device_of, operator
+from holdfast.kernels.operators import EVERYWHERE, HAS_TRITON, has_kernels, is_differentiated, on_device_of, on_gpu, operator
 from holdfast.kernels.token_mixing.blocks import expanded_mask, finite_or_zero, query_blocks, score_terms
 from holdfast.kernels.token_mixing.blocks import sampled as sampled
+from holdfast.kernels.torch_internals import is_exporting
 
 WIDEST_VALUE = 256  # columns of v that fit into a tile of the kernel for norms
 
@@ -39,8 +40,7 @@ def attention_entropy(
     return out
 
 
-@torch.library.custom_op("holdfast::attention_entropy", mutates_args=())
-def _attention_entropy(
+def _attention_entropy_anywhere(
     query: Tensor, key: Tensor, real: Tensor | None, mask: Tensor | None, causal: bool, scale: float, step: int
 ) -> Tensor:
     if HAS_TRITON and query.is_cuda:
@@ -60,6 +60,19 @@ def _attention_entropy(
     return torch.cat(found, 2)
 
 
+def _attention_entropy_fake(query: Tensor, *rest: Any) -> Tensor:
+    rows = sum(block.stop - block.start for block in sampled(query.shape[2], step=rest[-1]))
+    return query.new_empty(*query.shape[:2], rows, dtype=torch.float32)
+
+
+_attention_entropy = operator(
+    "attention_entropy(Tensor query, Tensor key, Tensor? real, Tensor? mask, bool causal, float scale, int step) -> Tensor",
+    _attention_entropy_anywhere,
+    _attention_entropy_fake,
+    devices=EVERYWHERE,
+)
+
+
 def _entropies(query: Tensor, key: Tensor, real: Tensor | None, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
     heads, key_heads = query.shape[1], key.shape[1]
     entropy = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
@@ -74,12 +87,6 @@ def _entropies(query: Tensor, key: Tensor, real: Tensor | None, mask: Tensor | N
                 log_weights = scores.sub_(finite_or_zero(scores.logsumexp(-1, keepdim=True)))
                 entropy[:, head, rows] = -(log_weights.exp() * finite_or_zero(log_weights)).sum(-1)
     return entropy
-
-
-@_attention_entropy.register_fake
-def _(query: Tensor, key: Tensor, real: Tensor | None, mask: Tensor | None, causal: bool, scale: float, step: int) -> Tensor:
-    rows = query.shape[2] if step == 1 else sum(block.stop - block.start for block in sampled(query.shape[2], step))
-    return query.new_empty(*query.shape[:2], rows, dtype=torch.float32)
 
 
 def take_heads(rows: Sequence[Tensor], head: Tensor, heads: int) -> tuple[Tensor, ...]:
@@ -113,12 +120,12 @@ class _TakeHeads(torch.autograd.Function):
         return None, None, *put
 
 
+_take_heads_on_gpu, _put_head_on_gpu = on_gpu(__name__, "take_heads"), on_gpu(__name__, "put_head")
+
+
 def _take_heads_anywhere(rows: list[Tensor], head: Tensor, heads: int) -> list[Tensor]:
     if all(has_kernels(each) for each in rows):
-        from holdfast.kernels.attention import triton
-
-        with on_device_of(head):
-            return triton.take_heads(rows, head, heads)
+        return _take_heads_on_gpu(head, rows, heads)
     return _index_heads(rows, head, heads)
 
 
@@ -129,10 +136,7 @@ def _index_heads(rows: Sequence[Tensor], head: Tensor, heads: int) -> list[Tenso
 def _put_head_anywhere(rows: Tensor, head: Tensor, heads: int, own: int) -> Tensor:
     """Return (B,own,N,D): `rows (B,N,D)` as the head that head `head` of `heads` reads, 0 in the others."""
     if has_kernels(rows):
-        from holdfast.kernels.attention import triton
-
-        with on_device_of(rows):
-            return triton.put_head(rows, head, heads, own)
+        return _put_head_on_gpu(rows, head, heads, own)
     return _place_head(rows, head, heads, own)
 
 
@@ -210,18 +214,8 @@ class _ProjectedNorms(torch.autograd.Function):
         return of_value, of_across, of_bias, None
 
 
-def _projected_norms_anywhere(value: Tensor, across: Tensor, bias: Tensor | None, heads: int) -> Tensor:
-    if not _has_norm_kernel(value, across):
-        return _by_square(value, across, bias, heads)
-    from holdfast.kernels.attention import triton
-
-    with on_device_of(value):
-        return triton.projected_norms(value, across, bias, heads)
-
-
 _projected_norms = operator(
     "projected_norms(Tensor value, Tensor across, Tensor? bias, int heads) -> Tensor",
-    _projected_norms_anywhere,
+    on_gpu(__name__, "projected_norms"),
     lambda value, *_: value.new_empty(value.shape[0], dtype=torch.float32),
-    devices=EVERYWHERE,
 )

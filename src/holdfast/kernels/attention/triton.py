@@ -28,10 +28,10 @@ from holdfast.kernels.float32_parts import (
     split_rows,
     tile_width,
 )
-from holdfast.kernels.launching import cdiv, next_power_of_2
-from holdfast.kernels.token_mixing.allowed_keys import LN_2, LOG2_E, allowed_only, key_spans, limit, mask_kind, mask_operand
+from holdfast.kernels.operators import cdiv, kernel, next_power_of_2
 from holdfast.kernels.token_mixing.blocks import SAMPLED_BLOCK, sampled
-from holdfast.kernels.token_mixing.tilings import SCRATCH, SMALL, Tiling, shared_memory
+from holdfast.kernels.token_mixing.launch import SCRATCH, SMALL, Tiling, shared_memory
+from holdfast.kernels.token_mixing.triton import LN_2, LOG2_E, allowed_only, key_spans, limit, mask_kind, mask_operand
 
 ELEMENTS = 4096  # copied by one program
 NORM_ROWS, NORM_COLUMNS = 64, 128  # of a tile of projected values
@@ -57,7 +57,7 @@ def _add_tile(scores, factor, highest, total, moment, CLAMP: tl.constexpr):
     return higher, total, moment
 
 
-@triton.jit
+@kernel
 def _entropy(
     query,
     key,
@@ -212,8 +212,8 @@ class HeadSource(NamedTuple):
     out: Tensor
 
 
-@triton.jit
-def _take_heads(sources, shapes: tl.constexpr, head, heads):
+@kernel
+def _take_heads(sources, head, heads, shapes: tl.constexpr):
     """Copy one head of the source that the grid's third axis selects. `shapes`: rows and columns of a tile of each."""
     for index in tl.static_range(len(shapes)):
         if tl.program_id(2) == index:
@@ -228,7 +228,7 @@ def _take_heads(sources, shapes: tl.constexpr, head, heads):
             tl.store(source.out + (batch * source.count + row) * source.width + column, values, mask=inside)
 
 
-@triton.jit
+@kernel
 def _put_head(rows, head, out, heads, own, elements, BLOCK: tl.constexpr):
     batch = (tl.program_id(0) // own).to(tl.int64)
     place = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
@@ -237,14 +237,14 @@ def _put_head(rows, head, out, heads, own, elements, BLOCK: tl.constexpr):
     tl.store(out + tl.program_id(0).to(tl.int64) * elements + place, values, mask=place < elements)
 
 
-def take_heads(rows: Sequence[Tensor], head: Tensor, heads: int) -> list[Tensor]:
+def take_heads(head: Tensor, rows: Sequence[Tensor], heads: int) -> list[Tensor]:
     """Return, for each of `rows (B,H,N,D)`, the head that head `head` of `heads` reads: (B,N,D)."""
     outs = [torch.empty(each.shape[0], *each.shape[2:], dtype=each.dtype, device=each.device) for each in rows]
     widths = [next_power_of_2(each.shape[3]) for each in rows]
     shapes = tuple((max(1, ELEMENTS // width), width) for width in widths)
     blocks = [cdiv(each.shape[2], height) for each, (height, _) in zip(rows, shapes, strict=True)]
     sources = tuple(HeadSource(each, *each.stride(), *each.shape, out) for each, out in zip(rows, outs, strict=True))
-    _take_heads[max(each.shape[0] for each in rows), max(blocks), len(rows)](sources, shapes, head, heads)
+    _take_heads[max(each.shape[0] for each in rows), max(blocks), len(rows)](sources, head, heads, shapes=shapes)
     return outs
 
 
@@ -256,7 +256,7 @@ def put_head(rows: Tensor, head: Tensor, heads: int, own: int) -> Tensor:
     return out
 
 
-@triton.jit
+@kernel
 def _projected_norms(
     value,
     across,

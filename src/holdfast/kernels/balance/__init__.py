@@ -16,12 +16,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from holdfast.kernels.backward import differentiable_gradients, is_differentiated
-from holdfast.kernels.launching import has_kernels, on_device_of
+from holdfast.kernels.operators import differentiable_gradients, has_kernels, is_differentiated, on_gpu
 from holdfast.kernels.select import normalise
 
 MOST_EXPERTS = 512  # that the kernels support: a program has the sums of all experts in registers
 OverRanks = Callable[[Tensor], Tensor]
+_sums, _loss, _gradient = (on_gpu(__name__, name) for name in ("sums", "loss", "gradient"))
 
 
 def balance_loss(gates: Tensor, chosen: Tensor, real: Tensor | None, over_ranks: OverRanks | None) -> Tensor:
@@ -54,25 +54,19 @@ def reference(gates: Tensor, chosen: Tensor, real: Tensor | None, over_ranks: Ov
 class _Balance(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gates, chosen, real, over_ranks):  # type: ignore[no-untyped-def]
-        from holdfast.kernels.balance import triton
-
         gates, chosen = gates.contiguous(), chosen.contiguous()
-        with on_device_of(gates):
-            sums = triton.sums(gates, chosen, real)
-            if over_ranks is not None:
-                sums = over_ranks(sums.sum(0, keepdim=True))
-            loss, slopes = triton.loss(sums, gates.shape[1])
+        sums = _sums(gates, chosen, real)
+        if over_ranks is not None:
+            sums = over_ranks(sums.sum(0, keepdim=True))
+        loss, slopes = _loss(sums, gates.shape[1])
         ctx.save_for_backward(gates, chosen, real, slopes)
         ctx.over_ranks = over_ranks
         return loss
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        from holdfast.kernels.balance import triton
-
         gates, chosen, real, slopes = ctx.saved_tensors
         if is_differentiated():
             function = partial(reference, chosen=chosen, real=real, over_ranks=ctx.over_ranks)
             return *differentiable_gradients(function, [gates], [True], grad), None, None, None
-        with on_device_of(gates):
-            return triton.gradient(grad, gates, real, slopes), None, None, None
+        return _gradient(grad, gates, real, slopes), None, None, None

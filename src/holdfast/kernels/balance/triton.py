@@ -2,20 +2,17 @@
 
 # mypy: ignore-errors
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from holdfast.kernels.fast_launch import fast_launch
-from holdfast.kernels.launching import cdiv, next_power_of_2
+from holdfast.kernels.operators import cdiv, kernel, next_power_of_2
 from holdfast.kernels.select import TINY
 
 MOST_PROGRAMS = 256  # that add up tokens; one program then adds their sums
 IN_REGISTERS = 4096  # gates that a program has in registers
 
 
-@fast_launch
-@triton.jit
+@kernel
 def _sums(
     gates, chosen, real, sums, tokens, experts, tiny, K: tl.constexpr, MASKED: tl.constexpr, T: tl.constexpr, E: tl.constexpr
 ):
@@ -44,10 +41,9 @@ def _sums(
     tl.store(row + 2 * experts, tl.sum(count, axis=0))
 
 
-@fast_launch
-@triton.jit
-def _loss(sums, loss, slopes, rows, experts, tiny, coefficient, R: tl.constexpr, E: tl.constexpr):
-    """Write c E sum_e f_e P_e, and c E f_e / count: what a normalised gate adds to it."""
+@kernel
+def _loss(sums, loss, slopes, rows, experts, tiny, R: tl.constexpr, E: tl.constexpr):
+    """Write E sum_e f_e P_e, and E f_e / count: what a normalised gate adds to it."""
     expert = tl.arange(0, E)
     inside = expert < experts
     masses, loads = tl.zeros((R, E), dtype=tl.float32), tl.zeros((R, E), dtype=tl.float32)
@@ -63,13 +59,12 @@ def _loss(sums, loss, slopes, rows, experts, tiny, coefficient, R: tl.constexpr,
     count = tl.where(count > 0, count, 1.0)
     mass, load = tl.sum(masses, axis=0), tl.sum(loads, axis=0) / count
     total = tl.sum(load, axis=0)
-    slope = coefficient * experts * (load / tl.where(total >= tiny, total, 1.0)) / count
+    slope = experts * (load / tl.where(total >= tiny, total, 1.0)) / count
     tl.store(slopes + expert, slope, mask=inside)
     tl.store(loss, tl.sum(slope * mass, axis=0))
 
 
-@fast_launch
-@triton.jit
+@kernel
 def _gradient(grad, gates, real, slopes, out, tokens, experts, tiny, MASKED: tl.constexpr, T: tl.constexpr, E: tl.constexpr):
     expert = tl.arange(0, E)
     token = (tl.program_id(0) * T + tl.arange(0, T)).to(tl.int64)
@@ -105,15 +100,15 @@ def sums(gates: Tensor, chosen: Tensor, real: Tensor | None) -> Tensor:
     return out
 
 
-def loss(sums: Tensor, experts: int, coefficient: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Return the loss times a coefficient, and its slopes (E,) in the normalised gates, from the sums of all programs.
+def loss(sums: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """Return the loss, and its slopes (E,) in the normalised gates, from the sums of all programs.
 
     Of several ranks, it takes the mean over ranks of their sums.
     """
     value, slopes = torch.empty((), device=sums.device), torch.empty(experts, device=sums.device)
     width = next_power_of_2(experts)
     rows = max(1, IN_REGISTERS // width)
-    _loss[(1,)](sums, value, slopes, sums.shape[0], experts, TINY, coefficient, R=rows, E=width)
+    _loss[(1,)](sums, value, slopes, sums.shape[0], experts, TINY, R=rows, E=width)
     return value, slopes
 
 

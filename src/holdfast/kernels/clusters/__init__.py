@@ -15,7 +15,7 @@ from torch import Tensor
 
 from holdfast.kernels import fp32_linear
 from holdfast.kernels.clusters import naive
-from holdfast.kernels.launching import has_kernels, on_device_of, operator
+from holdfast.kernels.operators import cdiv, has_kernels, on_gpu, operator
 
 TILE = 64  # tokens
 MOST_CLUSTERS = 512  # with more, the counts of a program become too large
@@ -98,25 +98,15 @@ def update_spreads(spreads: Tensor, deviations: Tensor, counts: Tensor, due: Ten
     `deviations (C,d)` are sums over `counts (C,)` tokens. A cluster with fewer than `fewest` keeps its spread.
     """
     if not torch.compiler.is_compiling() and has_kernels(spreads):  # a compiler fuses the formula by itself
-        from holdfast.kernels.clusters import triton
-
-        with on_device_of(spreads):
-            triton.update_spreads(spreads, deviations, counts, due, memory, fewest)
+        _update_spreads(spreads, deviations, counts, due, memory, fewest)
         return
     moved = naive.moved_spreads(spreads, deviations, counts, memory=memory, fewest=fewest)
     # Not where(..., out=spreads): under torch.compile a backward that computes it again would then read the new state.
     spreads.copy_(torch.where(due, moved, spreads))
 
 
-def _group_on_gpu(clusters_of: Tensor, real: Tensor | None, clusters: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from holdfast.kernels.clusters import triton
-
-    with on_device_of(clusters_of):
-        return triton.group(clusters_of, real, clusters, TILE)
-
-
 def _group_fake(clusters_of: Tensor, real: Tensor | None, clusters: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    tiles = -(-clusters_of.shape[0] // TILE) + clusters + 1
+    tiles = cdiv(clusters_of.shape[0], TILE) + clusters + 1
     return (
         clusters_of.new_empty(tiles * TILE, dtype=torch.int32),
         clusters_of.new_empty(tiles, dtype=torch.int32),
@@ -125,41 +115,20 @@ def _group_fake(clusters_of: Tensor, real: Tensor | None, clusters: int) -> tupl
     )
 
 
-def _sums_on_gpu(
-    tokens: Tensor,
-    real: Tensor | None,
-    order: Tensor,
-    bounds: Tensor,
-    around: Tensor | None,
-    counts: Tensor | None,
-    squared: bool,
-) -> Tensor:
-    from holdfast.kernels.clusters import triton
-
-    with on_device_of(tokens):
-        return triton.sums(tokens, real, order, bounds, TILE, around=around, counts=counts, squared=squared)
-
-
-def _feature_scales_on_gpu(spreads: Tensor, smallest: float) -> Tensor:
-    from holdfast.kernels.clusters import triton
-
-    with on_device_of(spreads):
-        return triton.feature_scales(spreads, smallest)
-
-
 _group = operator(
     "group_by_cluster(Tensor clusters_of, Tensor? real, int clusters) -> (Tensor, Tensor, Tensor, Tensor)",
-    _group_on_gpu,
+    on_gpu(__name__, "group"),
     _group_fake,
 )
 _sums = operator(
     "cluster_sums(Tensor tokens, Tensor? real, Tensor order, Tensor bounds, Tensor? around, Tensor? counts, bool squared)"
     " -> Tensor",
-    _sums_on_gpu,
+    on_gpu(__name__, "sums"),
     lambda tokens, real, order, bounds, *_: tokens.new_empty(bounds.shape[0] - 1, tokens.shape[1], dtype=torch.float32),
 )
 _feature_scales = operator(
     "feature_scales(Tensor spreads, float smallest) -> Tensor",
-    _feature_scales_on_gpu,
+    on_gpu(__name__, "feature_scales"),
     lambda spreads, smallest: spreads.new_empty(spreads.shape[0] + 1, spreads.shape[1]),
 )
+_update_spreads = on_gpu(__name__, "update_spreads")

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from holdfast.kernels.fast_launch import fast_launch
-from holdfast.kernels.launching import cdiv, next_power_of_2
+from holdfast.kernels.clusters import TILE
+from holdfast.kernels.operators import cdiv, kernel, next_power_of_2
 
 BLOCK = 128  # tokens that are counted and placed together
 OWNERS = 16  # tiles whose owners are written together
@@ -27,8 +27,7 @@ def _cluster_of(clusters_of, token, tokens, stride, clusters):
     return tl.minimum(cluster, clusters).to(tl.int32)
 
 
-@fast_launch
-@triton.jit
+@kernel
 def _count(
     clusters_of,
     real,
@@ -66,8 +65,7 @@ def _sum_counts(counts, block, blocks, BINS: tl.constexpr):
     return total, earlier
 
 
-@fast_launch
-@triton.jit
+@kernel
 def _place(
     clusters_of,
     counts,
@@ -152,8 +150,7 @@ def _sum_over(
     return tl.sum(total, axis=0)
 
 
-@fast_launch
-@triton.jit
+@kernel
 def _sums(
     values,
     real,
@@ -196,8 +193,7 @@ def _sums(
     tl.store(out + cluster * width + feature, total, mask=feature < width)
 
 
-@fast_launch
-@triton.jit
+@kernel
 def _update_spreads(
     spreads, deviations, counts, due, width, MEMORY: tl.constexpr, FEWEST: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -211,8 +207,7 @@ def _update_spreads(
         tl.store(spreads + place, mean + MEMORY * (old - mean), mask=inside)
 
 
-@fast_launch
-@triton.jit
+@kernel
 def _feature_scales(spreads, out, clusters, width, SMALLEST: tl.constexpr, BLOCK: tl.constexpr):
     cluster = tl.program_id(0).to(tl.int64)
     feature = tl.arange(0, BLOCK)
@@ -227,14 +222,14 @@ def _feature_scales(spreads, out, clusters, width, SMALLEST: tl.constexpr, BLOCK
     tl.store(out + cluster * width + feature, scales, mask=inside)
 
 
-def group(clusters_of: Tensor, real: Tensor | None, clusters: int, tile: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the fields of `TokenTiles`: order (G * tile,), owners (G,), bounds (C+1,) and totals (C,)."""
+def group(clusters_of: Tensor, real: Tensor | None, clusters: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the fields of `TokenTiles`: order (G * TILE,), owners (G,), bounds (C+1,) and totals (C,)."""
     tokens, device = clusters_of.shape[0], clusters_of.device
     blocks, bins = cdiv(tokens, BLOCK), next_power_of_2(clusters + 1)
-    tiles = cdiv(tokens, tile) + clusters + 1
+    tiles = cdiv(tokens, TILE) + clusters + 1
     padded = real is not None
     counts = torch.empty(2 if padded else 1, blocks, bins, dtype=torch.int32, device=device)
-    order = torch.empty(tiles * tile, dtype=torch.int32, device=device)
+    order = torch.empty(tiles * TILE, dtype=torch.int32, device=device)
     owners = torch.empty(tiles, dtype=torch.int32, device=device)
     bounds = torch.empty(clusters + 1, dtype=torch.int32, device=device)
     totals = torch.empty(clusters, dtype=torch.float32, device=device)
@@ -267,7 +262,7 @@ def group(clusters_of: Tensor, real: Tensor | None, clusters: int, tile: int) ->
         PADDED=padded,
         BINS=bins,
         BLOCK=BLOCK,
-        TILE=tile,
+        TILE=TILE,
         OWNERS=OWNERS,
     )
     return order, owners, bounds, totals
@@ -278,8 +273,6 @@ def sums(
     real: Tensor | None,
     order: Tensor,
     bounds: Tensor,
-    tile: int,
-    *,
     around: Tensor | None = None,
     counts: Tensor | None = None,
     squared: bool = False,
@@ -304,7 +297,7 @@ def sums(
         WHAT=SUMS if counts is None else BOTH if around is None else AROUND,
         PADDED=real is not None,
         SQUARED=squared,
-        TILE=tile,
+        TILE=TILE,
         SPAN=SPAN,
         WIDTH=WIDTH,
         STAGES=STAGES,

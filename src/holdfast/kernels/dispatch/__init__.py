@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from holdfast.kernels.launching import has_kernels, kernels_of, on_device_of, operator
+from holdfast.kernels.operators import has_kernels, on_gpu, operator
 
 MOST_EXPERTS = 512  # with more, the counts of a program become too large
 GLUS = ("silu", "gelu", "gelu_tanh", "relu")  # gated activations, `activation(gate) * up`, that have a kernel
@@ -60,14 +60,9 @@ def dispatch(chosen: Tensor, experts: int, most_rows: int | None = None) -> Disp
     return Dispatch(order, slots, offsets) if most_rows is None else Dispatch(order[:rows], slots, offsets.clamp_max(rows))
 
 
-def _dispatch_on_gpu(chosen: Tensor, experts: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    with on_device_of(chosen):
-        return kernels_of(__name__).dispatch(chosen, experts, rows)
-
-
 _dispatch = operator(
     "dispatch(Tensor chosen, int experts, SymInt rows) -> (Tensor, Tensor, Tensor)",
-    _dispatch_on_gpu,
+    on_gpu(__name__, "dispatch"),
     lambda chosen, experts, rows: (
         chosen.new_empty(rows, dtype=torch.int64),
         chosen.new_empty(chosen.shape, dtype=torch.int64),
@@ -76,12 +71,22 @@ _dispatch = operator(
 )
 
 
+# Kernels for rows on a GPU. The last two have no PyTorch version: see `has_glu_kernel`.
+_gather, _combine = on_gpu(__name__, "gather"), on_gpu(__name__, "combine")
+_add_bias, _add_bias_dots = on_gpu(__name__, "add_bias"), on_gpu(__name__, "add_bias_dots")
+_sum_rows, _scale_and_dot = on_gpu(__name__, "sum_rows"), on_gpu(__name__, "scale_and_dot")
+# (rows (R,2H), used, name of the activation) -> activation(gate) * up, as (R,H)
+glu_rows = on_gpu(__name__, "glu")
+# (grad, gate_up, weights, order, used, name) -> the gradient of gate_up, weight_r h_r, and grad_r . h_r by slot, with
+# h = glu_rows(gate_up). The gradient of h is weight_r grad_r. The kernel overwrites `grad`.
+glu_rows_backward = on_gpu(__name__, "glu_backward")
+
+
 def gather_rows(tokens: Tensor, order: Tensor, slots: Tensor, used: Tensor) -> Tensor:
     """Return the token of each row."""
     if not has_kernels(tokens) or order.shape[0] == 0:
         return tokens.index_select(0, order // max(slots.shape[1], 1))
-    with on_device_of(tokens):
-        return kernels_of(__name__).gather(tokens, slots, used, order.shape[0])
+    return _gather(tokens, slots, used, order.shape[0])
 
 
 def combine_rows(
@@ -97,8 +102,7 @@ def combine_rows(
     With `bias (E,d)`, which needs `offsets (E,)`, the bias of its expert is added to each row.
     """
     if has_kernels(slots):
-        with on_device_of(rows):
-            return kernels_of(__name__).combine(rows, slots, weights, used, bias, offsets)
+        return _combine(rows, slots, weights, used, bias, offsets)
     dtype = rows.dtype
     if bias is not None:
         assert offsets is not None
@@ -133,8 +137,7 @@ def combine_rows_reference(rows: Tensor, slots: Tensor, weights: Tensor, used: i
 def add_bias_rows(rows: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
     """Add the bias (E,n) of its expert to each row (R,n), in place; return the rows. Unused rows are undefined."""
     if has_kernels(rows):
-        with on_device_of(rows):
-            return kernels_of(__name__, "triton_rows").add_bias(rows, bias.contiguous(), offsets)
+        return _add_bias(rows, bias.contiguous(), offsets)
     start = 0
     for expert, end in enumerate(offsets.tolist()):
         rows[start:end] += bias[expert]
@@ -145,8 +148,7 @@ def add_bias_rows(rows: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
 def sum_rows(rows: Tensor, offsets: Tensor, weights: Tensor | None, order: Tensor) -> Tensor:
     """Return the sum (E,n) of the rows (R,n) of each expert in float32, times `weights (T,K)` of their slots if given."""
     if has_kernels(rows):
-        with on_device_of(rows):
-            return kernels_of(__name__, "triton_rows").sum_rows(rows, offsets, weights, order)
+        return _sum_rows(rows, offsets, weights, order)
     scaled = rows.float() if weights is None else rows.float() * weights.flatten()[order].unsqueeze(1)
     ends = offsets.tolist()
     parts = [scaled[start:end].sum(0) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
@@ -156,8 +158,7 @@ def sum_rows(rows: Tensor, offsets: Tensor, weights: Tensor | None, order: Tenso
 def add_bias_dots(grad: Tensor, bias: Tensor, order: Tensor, slots: Tensor, offsets: Tensor, dots: Tensor) -> Tensor:
     """Add grad_r . bias of the row's expert to `dots (T,K)` at the slot of each row, in place; return `dots`."""
     if has_kernels(grad):
-        with on_device_of(grad):
-            kernels_of(__name__, "triton_rows").add_bias_dots(grad, bias.contiguous(), order, offsets, dots)
+        _add_bias_dots(grad, bias.contiguous(), order, offsets, dots)
         return dots
     products = torch.empty(grad.shape[0], device=grad.device)
     start = 0
@@ -175,8 +176,7 @@ def scale_and_dot(
     The kernel overwrites `grad`.
     """
     if has_kernels(rows):
-        with on_device_of(rows):
-            return kernels_of(__name__, "triton_rows").scale_and_dot(grad, rows, weights, order, used)
+        return _scale_and_dot(grad, rows, weights, order, used)
     scale = weights.flatten()[order].unsqueeze(1)
     dots = (grad.float() * rows.float()).sum(1)
     return (grad * scale).to(grad.dtype), (rows * scale).to(rows.dtype), _to_slots(dots, slots, used)
@@ -193,20 +193,3 @@ def _to_slots(values: Tensor, slots: Tensor, used: Tensor) -> Tensor:
 def has_glu_kernel(name: str | None, rows: Tensor) -> bool:
     """Return whether `glu_rows` and `glu_rows_backward` can be called with this activation and these rows."""
     return name in GLUS and has_kernels(rows)
-
-
-def glu_rows(gate_up: Tensor, used: Tensor, name: str) -> Tensor:
-    """Return activation(gate) * up of rows (R,2H), as (R,H). Triton only."""
-    with on_device_of(gate_up):
-        return kernels_of(__name__, "triton_rows").glu(gate_up, used, name)
-
-
-def glu_rows_backward(
-    grad: Tensor, gate_up: Tensor, weights: Tensor, order: Tensor, used: Tensor, name: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradient of gate_up, weight_r h_r, and grad_r . h_r by slot, with h = glu_rows(gate_up). Triton only.
-
-    The gradient of h is weight_r grad_r. The kernel overwrites `grad`.
-    """
-    with on_device_of(grad):
-        return kernels_of(__name__, "triton_rows").glu_backward(grad, gate_up, weights, order, used, name)

@@ -1,4 +1,4 @@
-"""Triton kernels that sort slots by expert and move rows between token order and expert order.
+"""Triton kernels that sort slots by expert, move rows between token order and expert order, and work on them there.
 
 R rows sorted by expert, T tokens, K slots a token, E experts, `order` the slot of each row and `slots` the row of each slot;
 `used` points at the number of rows that belong to an expert, at most R.
@@ -8,6 +8,9 @@ own expert, in the blocks before and in its own block. Three small launches, or 
 general sort, its inverse and its bounds take fifteen.
 
 **Moving.** Each output element is written by one program in a fixed order of additions, so results repeat to the bit.
+
+**Working on rows**: biases, gated activations, weights, and the sums of an expert's rows. R may be far larger than `used`:
+at most `MOST_PROGRAMS` programs run over rows, and each takes every `MOST_PROGRAMS`-th row.
 """
 
 # mypy: ignore-errors
@@ -16,8 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from holdfast.kernels.fast_launch import fast_launch
-from holdfast.kernels.launching import cdiv, next_power_of_2
+from holdfast.kernels.operators import cdiv, kernel, next_power_of_2
 
 SORT_BLOCK = 64  # slots that are counted and placed together, by one warp
 SPAN = 1024  # blocks whose counts are added up at a time
@@ -26,6 +28,8 @@ FEW_COUNTS = 2**14  # of all experts in all blocks: up to here, every program ad
 BLOCK = 1024  # columns of a row that one program moves at most
 NUMBERS_OF_A_WARP = 256  # 8 for each thread: 16 bytes of bfloat16
 FEW_SLOTS = 16  # up to here, all slots of a token are read, whether they are used or not
+SHARES = 16  # of an expert's rows: each is added up by its own programs, so that one expert with all rows is not slow
+MOST_PROGRAMS = 2**17  # over rows: a program that finds nothing to do still has to be started
 
 
 @triton.jit
@@ -35,8 +39,7 @@ def _experts_of(chosen, slot, slots, experts):
     return expert, (expert >= 0) & (expert < experts)
 
 
-@fast_launch
-@triton.jit
+@kernel
 def _count(chosen, counts, slots, experts, blocks, BINS: tl.constexpr, BLOCK: tl.constexpr):
     block = tl.program_id(0)
     bins = tl.arange(0, BINS)
@@ -44,8 +47,7 @@ def _count(chosen, counts, slots, experts, blocks, BINS: tl.constexpr, BLOCK: tl
     tl.store(counts + bins.to(tl.int64) * blocks + block, tl.histogram(expert, BINS, mask=used), mask=bins < experts)
 
 
-@fast_launch
-@triton.jit
+@kernel
 def _add_up(counts, totals, blocks, SPAN: tl.constexpr):
     """Replace an expert's counts by the number of its slots in the blocks before."""
     expert = tl.program_id(0).to(tl.int64)
@@ -59,8 +61,7 @@ def _add_up(counts, totals, blocks, SPAN: tl.constexpr):
     tl.store(totals + expert, total)
 
 
-@fast_launch
-@triton.jit
+@kernel
 def _place(
     chosen,
     counts,
@@ -121,15 +122,14 @@ def _last_slot(slots, token, limit, K: tl.constexpr, SLOTS: tl.constexpr, FEW: t
 
 
 @triton.jit
-def expert_of(row, offsets, experts, BINS: tl.constexpr):
+def _expert_of(row, offsets, experts, BINS: tl.constexpr):
     """Return the expert that a row belongs to; an unused row has the index `experts`."""
     bins = tl.arange(0, BINS)
     ends = tl.load(offsets + bins, mask=bins < experts, other=2147483647)
     return tl.sum((ends <= row).to(tl.int64), axis=0)
 
 
-@fast_launch
-@triton.jit
+@kernel
 def _gather(
     tokens,
     slots,
@@ -151,8 +151,7 @@ def _gather(
         tl.store(out + row * width + column, values, mask=(column < width) & (row + 0 * column < limit))
 
 
-@fast_launch
-@triton.jit
+@kernel
 def _combine(
     rows,
     slots,
@@ -180,12 +179,140 @@ def _combine(
         inside = (column < width) & (row + 0 * column < limit)
         values = tl.load(rows + row * width + column, mask=inside, other=0.0).to(tl.float32)
         if BINS:
-            expert = expert_of(row, offsets, experts, BINS)
+            expert = _expert_of(row, offsets, experts, BINS)
             values += tl.load(bias + expert * width + column, mask=inside, other=0.0).to(tl.float32)
         if WEIGHTED:
             values = values * tl.load(weights + token * K + slot)
         total += values
     tl.store(out + token * width + column, total, mask=column < width)
+
+
+@kernel
+def _scale_and_dot(grad, rows, weights, order, used, scaled, dots, width, BLOCK: tl.constexpr):
+    """Multiply gradients by their weights, in place."""
+    for row in range(tl.program_id(0).to(tl.int64), tl.load(used).to(tl.int64), tl.num_programs(0)):
+        slot = tl.load(order + row)
+        weight = tl.load(weights + slot)
+        total = tl.zeros((BLOCK,), dtype=tl.float32)
+        for start in range(0, width, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            inside = column < width
+            g = tl.load(grad + row * width + column, mask=inside, other=0.0).to(tl.float32)
+            h = tl.load(rows + row * width + column, mask=inside, other=0.0).to(tl.float32)
+            total += g * h
+            tl.store(grad + row * width + column, weight * g, mask=inside)
+            tl.store(scaled + row * width + column, weight * h, mask=inside)
+        tl.store(dots + slot, tl.sum(total, axis=0))
+
+
+@kernel
+def _add_bias(rows, bias, offsets, width, experts, BINS: tl.constexpr, BLOCK: tl.constexpr):
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    used = tl.load(offsets + experts - 1).to(tl.int64)
+    for row in range(tl.program_id(0).to(tl.int64), used, tl.num_programs(0)):
+        place = rows + row * width + column
+        added = tl.load(bias + _expert_of(row, offsets, experts, BINS) * width + column, mask=inside, other=0.0)
+        value = tl.load(place, mask=inside, other=0.0).to(tl.float32) + added.to(tl.float32)
+        tl.store(place, value, mask=inside)
+
+
+@kernel
+def _sum_rows(rows, weights, order, offsets, out, width, WEIGHTED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Add up one share of the rows of one expert: blocks number `share`, `share + shares`, ..."""
+    expert, share, shares = tl.program_id(0), tl.program_id(2), tl.num_programs(2)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    start = 0
+    if expert > 0:
+        start = tl.load(offsets + expert - 1)
+    end = tl.load(offsets + expert)
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for first in range(start + share * ROWS, end, shares * ROWS):
+        row = (first + tl.arange(0, ROWS)).to(tl.int64)
+        inside = (row < end)[:, None] & (column < width)[None, :]
+        values = tl.load(rows + row[:, None] * width + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            slot = tl.load(order + row, mask=row < end, other=0)
+            values *= tl.load(weights + slot, mask=row < end, other=0.0)[:, None]
+        total += values
+    place = (share * tl.num_programs(0) + expert).to(tl.int64) * width + column
+    tl.store(out + place, tl.sum(total, axis=0), mask=column < width)
+
+
+@kernel
+def _add_bias_dots(grad, bias, order, offsets, dots, width, experts, BINS: tl.constexpr, BLOCK: tl.constexpr):
+    used = tl.load(offsets + experts - 1).to(tl.int64)
+    for row in range(tl.program_id(0).to(tl.int64), used, tl.num_programs(0)):
+        expert = _expert_of(row, offsets, experts, BINS)
+        total = tl.zeros((BLOCK,), dtype=tl.float32)
+        for start in range(0, width, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            inside = column < width
+            g = tl.load(grad + row * width + column, mask=inside, other=0.0).to(tl.float32)
+            total += g * tl.load(bias + expert * width + column, mask=inside, other=0.0).to(tl.float32)
+        place = dots + tl.load(order + row)
+        tl.store(place, tl.load(place) + tl.sum(total, axis=0))
+
+
+@triton.jit
+def _activation(x, NAME: tl.constexpr):
+    """Return the activation and its derivative."""
+    if NAME == "relu":
+        return tl.where(x <= 0, 0.0, x), tl.where(x <= 0, 0.0, 1.0)  # NaN stays NaN, as in torch
+    if NAME == "gelu":
+        phi = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+        return x * phi, phi + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+    if NAME == "gelu_tanh":
+        # 0.5 (1 + tanh(z)) is sigmoid(2z)
+        phi = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+        slope = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
+        return x * phi, phi + x * phi * (1.0 - phi) * slope
+    s = tl.sigmoid(x)
+    return x * s, s * (1.0 + x * (1.0 - s))
+
+
+@kernel
+def _glu(gate_up, used, out, width, NAME: tl.constexpr, BLOCK: tl.constexpr):
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    for row in range(tl.program_id(0).to(tl.int64), tl.load(used).to(tl.int64), tl.num_programs(0)):
+        gate = tl.load(gate_up + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(gate_up + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
+        value, _ = _activation(gate, NAME)
+        tl.store(out + row * width + column, value * up, mask=inside)
+
+
+@kernel
+def _glu_backward(
+    grad,
+    gate_up,
+    weights,
+    order,
+    used,
+    grad_gate_up,
+    dots,
+    width,
+    NAME: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """`_scale_and_dot` for rows h = activation(gate) * up, which are computed again; `grad` is replaced by weight * h."""
+    for row in range(tl.program_id(0).to(tl.int64), tl.load(used).to(tl.int64), tl.num_programs(0)):
+        slot = tl.load(order + row)
+        weight = tl.load(weights + slot)
+        total = tl.zeros((BLOCK,), dtype=tl.float32)
+        for start in range(0, width, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            inside = column < width
+            g = tl.load(grad + row * width + column, mask=inside, other=0.0).to(tl.float32)
+            gate = tl.load(gate_up + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
+            up = tl.load(gate_up + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
+            value, slope = _activation(gate, NAME)
+            h = (value * up).to(grad.dtype.element_ty).to(tl.float32)  # rounded as it was in the forward
+            total += g * h
+            tl.store(grad + row * width + column, weight * h, mask=inside)
+            tl.store(grad_gate_up + row * 2 * width + column, weight * g * up * slope, mask=inside)
+            tl.store(grad_gate_up + row * 2 * width + width + column, weight * g * value, mask=inside)
+        tl.store(dots + slot, tl.sum(total, axis=0))
 
 
 def dispatch(chosen: Tensor, experts: int, most_rows: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -211,7 +338,7 @@ def dispatch(chosen: Tensor, experts: int, most_rows: int) -> tuple[Tensor, Tens
     return order, rows, offsets
 
 
-def columns(width: int, most: int = BLOCK) -> dict[str, int]:
+def _columns(width: int, most: int = BLOCK) -> dict[str, int]:
     """Return how many columns of rows of this width one program takes, at most `most`, and with how many warps.
 
     Narrow rows get fewer warps: a thread without a column still costs time.
@@ -228,7 +355,7 @@ def _slot_options(slots: Tensor) -> dict[str, int | bool]:
 def gather(tokens: Tensor, slots: Tensor, used: Tensor, count: int) -> Tensor:
     """Return the token of each row."""
     width = tokens.shape[1]
-    out, block = tokens.new_empty(count, width), columns(width)
+    out, block = tokens.new_empty(count, width), _columns(width)
     grid = (tokens.shape[0], cdiv(width, block["BLOCK"]))
     _gather[grid](tokens, slots, used, out, width, **_slot_options(slots), **block)
     return out
@@ -244,7 +371,7 @@ def combine(
 ) -> Tensor:
     """Return the weighted sums of rows, with `bias (E,d)` of the row's expert added to each row; it needs `offsets`."""
     out = rows.new_empty(slots.shape[0], rows.shape[1])
-    block = columns(out.shape[1])
+    block = _columns(out.shape[1])
     experts = 0 if bias is None else bias.shape[0]
     _combine[(out.shape[0], cdiv(out.shape[1], block["BLOCK"]))](
         rows,
@@ -262,3 +389,68 @@ def combine(
         **block,
     )
     return out
+
+
+def add_bias(rows: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
+    """Add the bias (E,n) of its expert to each row (R,n), in place."""
+    experts, width = bias.shape
+    block = _columns(width)
+    grid = (min(rows.shape[0], MOST_PROGRAMS), cdiv(width, block["BLOCK"]))
+    _add_bias[grid](rows, bias, offsets, width, experts, BINS=next_power_of_2(experts), **block)
+    return rows
+
+
+def sum_rows(rows: Tensor, offsets: Tensor, weights: Tensor | None, order: Tensor) -> Tensor:
+    """Return the sum (E,n) of the rows (R,n) of each expert, times their weights; float32, the same in each run."""
+    experts, width = offsets.shape[0], rows.shape[1]
+    parts = torch.empty(SHARES, experts, width, dtype=torch.float32, device=rows.device)
+    weighted = weights is not None
+    _sum_rows[(experts, cdiv(width, 64), SHARES)](
+        rows, weights if weighted else rows, order, offsets, parts, width, WEIGHTED=weighted, ROWS=32, COLUMNS=64
+    )
+    return parts.sum(0)
+
+
+def add_bias_dots(grad: Tensor, bias: Tensor, order: Tensor, offsets: Tensor, dots: Tensor) -> None:
+    """Add the dot product of each row of `grad (R,d)` and the bias of its expert to `dots`, by slot, in place."""
+    experts, width = bias.shape
+    grid = (min(grad.shape[0], MOST_PROGRAMS),)
+    _add_bias_dots[grid](
+        grad,
+        bias,
+        order,
+        offsets,
+        dots,
+        width,
+        experts,
+        BINS=next_power_of_2(experts),
+        **_columns(width),
+    )
+
+
+def scale_and_dot(grad: Tensor, rows: Tensor, weights: Tensor, order: Tensor, used: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Scale `grad` in place, and return it, the scaled rows and the dot products by slot."""
+    scaled, dots = torch.empty_like(rows), torch.zeros_like(weights)
+    grid, width = (min(rows.shape[0], MOST_PROGRAMS),), rows.shape[1]
+    _scale_and_dot[grid](grad, rows, weights, order, used, scaled, dots, width, **_columns(width))
+    return grad, scaled, dots
+
+
+def glu(gate_up: Tensor, used: Tensor, activation: str) -> Tensor:
+    out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+    width, block = out.shape[1], _columns(out.shape[1])
+    grid = (min(out.shape[0], MOST_PROGRAMS), cdiv(width, block["BLOCK"]))
+    _glu[grid](gate_up, used, out, width, NAME=activation, **block)
+    return out
+
+
+def glu_backward(
+    grad: Tensor, gate_up: Tensor, weights: Tensor, order: Tensor, used: Tensor, activation: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Overwrite `grad` with the weighted h: this saves memory where most is needed."""
+    out, dots = torch.empty_like(gate_up), torch.zeros_like(weights)
+    grid, width = (min(grad.shape[0], MOST_PROGRAMS),), grad.shape[1]
+    _glu_backward[grid](
+        grad, gate_up, weights, order, used, out, dots, width, NAME=activation, **_columns(width, BLOCK // 2)
+    )
+    return out, grad, dots

@@ -12,9 +12,10 @@ import math
 import torch
 from torch import Tensor
 
-from holdfast.kernels.launching import EVERYWHERE, HAS_TRITON, on_device_of, operator
+from holdfast.kernels.operators import EVERYWHERE, HAS_TRITON, on_gpu, operator
 
 NAME_BYTES = 128
+_check = on_gpu(__name__, "check")
 
 
 def encode_name(name: str) -> Tensor:
@@ -88,30 +89,18 @@ def _report(layer: Tensor, tokens: Tensor | None) -> ValueError:
 
 def _check_on_gpu(scores: Tensor, layer: Tensor, real: Tensor | None) -> None:
     """Launch a check of `scores (n,E)`, rows of real tokens only; raise the error of an earlier check if there is one."""
-    layer, name, found = place_of_report(scores, layer)
-    if scores.numel() == 0:
-        return
-    if HAS_TRITON:
-        from holdfast.kernels.finite import triton
-
-        with on_device_of(scores):
-            triton.check(scores.contiguous(), real, layer, name, found)
-    else:
-        _check_without_triton(scores, layer, real, _record_of(scores.device))
-
-
-def place_of_report(scores: Tensor, layer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the layer's name on the GPU of `scores`, and the host's memory for the name and the flag that a kernel sets.
-
-    Raise the error of an earlier check if there is one. While a graph is captured, arrange that optimizers read the record
-    before each step.
-    """
     record = _record_of(scores.device)
     if torch.cuda.is_current_stream_capturing():
         _read_before_optimizer_steps()
     elif record.is_set:
         raise _first_found(record)
-    return layer if layer.device == scores.device else layer.to(scores.device), record.name, record.found
+    if scores.numel() == 0:
+        return
+    layer = layer if layer.device == scores.device else layer.to(scores.device)
+    if HAS_TRITON:
+        _check(scores.contiguous(), real, layer, record.name, record.found)
+    else:
+        _check_without_triton(scores, layer, real, record)
 
 
 def _check_without_triton(scores: Tensor, layer: Tensor, real: Tensor | None, record: _Record) -> None:

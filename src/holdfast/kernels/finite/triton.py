@@ -1,37 +1,29 @@
 """A Triton kernel that looks for NaN and infinity, and writes the name of the first layer that has one."""
 
 # mypy: ignore-errors
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from holdfast.kernels.fast_launch import fast_launch
-from holdfast.kernels.launching import cdiv
+from holdfast.kernels.operators import cdiv, kernel
 
 BLOCK = 4096
 
 
-@triton.jit
-def report(values, layer, name, found, LETTERS: tl.constexpr):
-    """Write the layer's name if a value is NaN or infinite, and no earlier layer has written its own."""
-    finite = tl.abs(values) < float("inf")  # no comparison with NaN is true
+@kernel
+def _check(
+    scores, real, layer, name, found, size, experts, MASKED: tl.constexpr, LETTERS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Write the layer's name if a score is NaN or infinite, and no earlier layer has written its own."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < size
+    if MASKED:
+        inside = inside & (tl.load(real + place // experts, mask=inside, other=0) != 0)
+    finite = tl.abs(tl.load(scores + place, mask=inside, other=0.0)) < float("inf")  # no comparison with NaN is true
     if tl.min(finite.to(tl.int32)) == 0:  # noqa: SIM102  # `and` would read the host's memory in every program
         if tl.load(found, volatile=True) == 0:  # other programs write the same name
             letter = tl.arange(0, LETTERS)
             tl.store(name + letter, tl.load(layer + letter))
             tl.store(found, 1)
-
-
-@fast_launch
-@triton.jit
-def _check(
-    scores, real, layer, name, found, size, experts, MASKED: tl.constexpr, LETTERS: tl.constexpr, BLOCK: tl.constexpr
-):
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < size
-    if MASKED:
-        inside = inside & (tl.load(real + place // experts, mask=inside, other=0) != 0)
-    report(tl.load(scores + place, mask=inside, other=0.0), layer, name, found, LETTERS)
 
 
 def check(scores: Tensor, real: Tensor | None, layer: Tensor, name: Tensor, found: Tensor) -> None:

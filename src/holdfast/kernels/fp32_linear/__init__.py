@@ -10,22 +10,21 @@ float32, and without float32 copies of the tokens.
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from holdfast.kernels.backward import differentiable_gradients, is_differentiated
-from holdfast.kernels.launching import (
+from holdfast.kernels.operators import (
     EVERYWHERE,
     has_bf16_cores,
     has_kernels,
-    is_exporting,
-    kernels_of,
-    needs_operators,
-    on_device_of,
+    input_gradients,
+    is_differentiated,
+    like_wanted,
+    on_gpu,
     operator,
 )
+from holdfast.kernels.torch_internals import is_exporting
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 DTYPES = (*HALF_DTYPES, torch.float32)
@@ -116,77 +115,28 @@ def linear_float32(tokens: Tensor, weight: Tensor) -> Tensor:
     return out.view(*tokens.shape[:-1], weight.shape[0])
 
 
-def linear_without_autograd(rows: Tensor, weight: Tensor) -> Tensor:
-    """Return what `linear_float32` returns for contiguous `rows (T,d)`; `linear_gradients` is its backward.
-
-    On a GPU it launches the kernel itself: modes of PyTorch see no operator.
-    """
-    if _prefers_kernel(rows, weight):
-        with on_device_of(rows):
-            return kernels_of(__name__).linear(rows, weight, None)
-    return _matmul(rows, weight.t())
-
-
-def linear_gradients(
-    grad: Tensor, rows: Tensor, weight: Tensor, want_rows: bool, want_weight: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of rows and weight for the gradient `grad (T,n)` of their product; None where not wanted.
-
-    If `gradient_part_count` is not 0, `grad (parts,T,n)` may be given as so many bfloat16 parts.
-    """
-    if _prefers_kernel(rows, weight) and needs_operators():
-        of_rows, of_weight = _linear_backward(grad, rows, weight, None, None, None, None, want_rows, want_weight)
-        return of_rows if want_rows else None, of_weight if want_weight else None
-    if _prefers_kernel(rows, weight):
-        with on_device_of(rows):
-            grad = kernels_of(__name__).split_gradient(grad, rows, weight) if grad.dim() == 2 else grad
-            return (
-                kernels_of(__name__).grad_tokens(grad, rows, weight, None) if want_rows else None,
-                kernels_of(__name__).grad_weight(grad, rows, weight, None) if want_weight else None,
-            )
-    return (
-        _matmul(grad, weight).to(rows.dtype) if want_rows else None,
-        _matmul(grad.t(), rows).to(weight.dtype) if want_weight else None,
-    )
-
-
-def gradient_part_count(rows: Tensor, weight: Tensor) -> int:
-    """Return in how many bfloat16 parts `linear_gradients` takes a gradient; 0 if it takes float32."""
-    if not _prefers_kernel(rows, weight):
-        return 0
-    return max(kernels_of(__name__).gradient_count(rows.dtype), kernels_of(__name__).gradient_count(weight.dtype))
-
-
 def _prefers_kernel(rows: Tensor, weight: Tensor) -> bool:
     """Return whether to use the kernel. For float32 rows it is not always faster."""
     return rows.dtype in HALF_DTYPES and has_linear_kernel(rows, weight)
 
 
-@torch.library.custom_op("holdfast::scaled_matmul_float32", mutates_args=())
-def _scaled_matmul(tokens: Tensor, mixture: Tensor, scales: Tensor, weight: Tensor) -> Tensor:
-    with ieee_float32():
-        return (tokens.float() * _token_scales(mixture, scales)) @ weight.float().t()
+class _ScaledMatMul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *inputs):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(*inputs)
+        return _scaled_matmul(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        def backward(*arguments):  # type: ignore[no-untyped-def]
+            return _scaled_matmul_backward(*arguments[:-1])  # which computes both gradients, wanted or not
+
+        return input_gradients(ctx, grad, backward, _scaled_matmul_reference, places=(0, 3))
 
 
-@_scaled_matmul.register_fake
-def _(tokens: Tensor, mixture: Tensor, scales: Tensor, weight: Tensor) -> Tensor:
-    return tokens.new_empty(tokens.shape[0], weight.shape[0], dtype=torch.float32)
-
-
-@torch.library.custom_op("holdfast::scaled_matmul_float32_backward", mutates_args=())
-def _scaled_matmul_backward(
-    grad: Tensor, tokens: Tensor, mixture: Tensor, scales: Tensor, weight: Tensor
-) -> tuple[Tensor, Tensor]:
-    with ieee_float32():
-        per_token = _token_scales(mixture, scales)
-        grad_tokens = (grad @ weight.float()) * per_token
-        grad_weight = grad.t() @ (tokens.float() * per_token)
-    return grad_tokens.to(tokens.dtype), grad_weight.to(weight.dtype)
-
-
-@_scaled_matmul_backward.register_fake
-def _(grad: Tensor, tokens: Tensor, mixture: Tensor, scales: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    return tokens.new_empty(tokens.shape), weight.new_empty(weight.shape)
+def _token_scales(mixture: Tensor, scales: Tensor) -> Tensor:
+    """Return mixture (T,C) times scales (C,d); 1 for a token whose row of the mixture is 0."""
+    return mixture @ scales + (1 - mixture.sum(1, keepdim=True))
 
 
 def _scaled_matmul_reference(tokens: Tensor, mixture: Tensor, scales: Tensor, weight: Tensor) -> Tensor:
@@ -196,24 +146,34 @@ def _scaled_matmul_reference(tokens: Tensor, mixture: Tensor, scales: Tensor, we
     return matmul_float32(tokens.float() * per_token, weight.t())
 
 
-def _token_scales(mixture: Tensor, scales: Tensor) -> Tensor:
-    """Return mixture (T,C) times scales (C,d); 1 for a token whose row of the mixture is 0."""
-    return mixture @ scales + (1 - mixture.sum(1, keepdim=True))
+def _scaled_matmul_anywhere(tokens: Tensor, mixture: Tensor, scales: Tensor, weight: Tensor) -> Tensor:
+    with ieee_float32():
+        return (tokens.float() * _token_scales(mixture, scales)) @ weight.float().t()
 
 
-def _save_scaled(ctx, inputs: tuple[Tensor, ...], output: Tensor) -> None:  # type: ignore[no-untyped-def]
-    ctx.save_for_backward(*inputs)
+def _scaled_matmul_backward_anywhere(
+    grad: Tensor, tokens: Tensor, mixture: Tensor, scales: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    with ieee_float32():
+        per_token = _token_scales(mixture, scales)
+        grad_tokens = (grad @ weight.float()) * per_token
+        grad_weight = grad.t() @ (tokens.float() * per_token)
+    return grad_tokens.to(tokens.dtype), grad_weight.to(weight.dtype)
 
 
-def _backward_scaled(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
-    if is_differentiated():
-        found = differentiable_gradients(_scaled_matmul_reference, ctx.saved_tensors, (True, False, False, True), grad)
-        return tuple(found)
-    grad_tokens, grad_weight = _scaled_matmul_backward(grad, *ctx.saved_tensors)
-    return grad_tokens, None, None, grad_weight
-
-
-_scaled_matmul.register_autograd(_backward_scaled, setup_context=_save_scaled)
+_scaled_matmul = operator(
+    "scaled_matmul_float32(Tensor tokens, Tensor mixture, Tensor scales, Tensor weight) -> Tensor",
+    _scaled_matmul_anywhere,
+    lambda tokens, mixture, scales, weight: tokens.new_empty(tokens.shape[0], weight.shape[0], dtype=torch.float32),
+    devices=EVERYWHERE,
+)
+_scaled_matmul_backward = operator(
+    "scaled_matmul_float32_backward(Tensor grad, Tensor tokens, Tensor mixture, Tensor scales, Tensor weight)"
+    " -> (Tensor, Tensor)",
+    _scaled_matmul_backward_anywhere,
+    lambda grad, tokens, mixture, scales, weight: (torch.empty_like(tokens), torch.empty_like(weight)),
+    devices=EVERYWHERE,
+)
 
 
 def scaled_linear_float32(tokens: Tensor, mixture: Tensor, scales: Tensor, weight: Tensor) -> Tensor:
@@ -225,7 +185,7 @@ def scaled_linear_float32(tokens: Tensor, mixture: Tensor, scales: Tensor, weigh
     if is_exporting():
         out = (rows.float() * _token_scales(mixture, scales)) @ weight.float().t()
     else:
-        out = _scaled_matmul(rows, mixture, scales, weight)
+        out = _ScaledMatMul.apply(rows, mixture, scales, weight)  # type: ignore[no-untyped-call]
     return out.view(*tokens.shape[:-1], weight.shape[0])
 
 
@@ -247,18 +207,13 @@ def scaled_tiles_linear(
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, tokens, weight, *clusters):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(tokens, weight, *clusters)
-        return _linear(tokens, weight, *clusters)
+    def forward(ctx, *inputs):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(*inputs)
+        return _linear(*inputs)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        tokens, weight, *clusters = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[:2]
-        if is_differentiated():
-            return tuple(differentiable_gradients(_linear_reference, ctx.saved_tensors, ctx.needs_input_grad, grad))
-        grad_tokens, grad_weight = _linear_backward(grad, tokens, weight, *clusters, *wanted)
-        return grad_tokens if wanted[0] else None, grad_weight if wanted[1] else None, *(None,) * 4
+        return input_gradients(ctx, grad, _linear_backward, _linear_reference, places=(0, 1))
 
 
 def _linear_reference(
@@ -280,63 +235,14 @@ def _linear_reference(
     return matmul_float32(rows, weight.t())
 
 
-def _linear_on_gpu(tokens: Tensor, weight: Tensor, *clusters: Tensor | None) -> Tensor:
-    from holdfast.kernels.fp32_linear import triton
-
-    with on_device_of(tokens):
-        return triton.linear(tokens, weight, _clusters(*clusters))
-
-
-def _clusters(*clusters: Tensor | None) -> Any:
-    """Return all four as the launchers take them, or None if there are none."""
-    from holdfast.kernels.fp32_linear.triton import Clusters
-
-    return None if clusters[0] is None else Clusters(*clusters)  # type: ignore[arg-type]
-
-
-def _linear_backward_on_gpu(
-    grad: Tensor,
-    tokens: Tensor,
-    weight: Tensor,
-    order: Tensor | None,
-    owners: Tensor | None,
-    bounds: Tensor | None,
-    scales: Tensor | None,
-    want_tokens: bool,
-    want_weight: bool,
-) -> tuple[Tensor, Tensor]:
-    from holdfast.kernels.fp32_linear import triton
-
-    clusters = _clusters(order, owners, bounds, scales)
-    grad_tokens, grad_weight = grad.new_empty(0), grad.new_empty(0)
-    with on_device_of(tokens):
-        parts = triton.split_gradient(grad, tokens, weight)
-        if want_tokens:
-            grad_tokens = triton.grad_tokens(parts, tokens, weight, clusters)
-        if want_weight:
-            grad_weight = triton.grad_weight(parts, tokens, weight, clusters)
-    return grad_tokens, grad_weight
-
-
-def _linear_backward_fake(
-    grad: Tensor, tokens: Tensor, weight: Tensor, *clusters_and_wants: Tensor | bool | None
-) -> tuple[Tensor, Tensor]:
-    want_tokens, want_weight = clusters_and_wants[-2:]
-    return (
-        torch.empty_like(tokens) if want_tokens else grad.new_empty(0),
-        weight.new_empty(weight.shape) if want_weight else grad.new_empty(0),
-    )
-
-
 _CLUSTERS = "Tensor? order, Tensor? owners, Tensor? bounds, Tensor? scales"
 _linear = operator(
     f"split_linear(Tensor tokens, Tensor weight, {_CLUSTERS}) -> Tensor",
-    _linear_on_gpu,
+    on_gpu(__name__, "linear"),
     lambda tokens, weight, *_: tokens.new_empty(tokens.shape[0], weight.shape[0], dtype=torch.float32),
 )
 _linear_backward = operator(
-    f"split_linear_backward(Tensor grad, Tensor tokens, Tensor weight, {_CLUSTERS}, bool want_tokens, bool want_weight)"
-    " -> (Tensor, Tensor)",
-    _linear_backward_on_gpu,
-    _linear_backward_fake,
+    f"split_linear_backward(Tensor grad, Tensor tokens, Tensor weight, {_CLUSTERS}, bool[] wants) -> (Tensor, Tensor)",
+    on_gpu(__name__, "linear_backward"),
+    lambda grad, tokens, weight, *rest: like_wanted(grad, (tokens, weight), rest[-1]),
 )

@@ -10,16 +10,15 @@ the same to the bit in any batch.
 """
 
 # mypy: ignore-errors
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from holdfast.kernels.fast_launch import fast_launch
 from holdfast.kernels.float32_parts import BF16_PART, bf16_parts, bf16_product, load_bf16_parts
-from holdfast.kernels.launching import cdiv
+from holdfast.kernels.operators import cdiv, kernel
 
 PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 TILE = 64  # tokens, where they are not sorted by cluster
@@ -27,8 +26,7 @@ DEPTH = 64  # features of tokens and weights that are multiplied at a time
 WIDE = 512  # with this many features or more, a float32 sum may be off by 2^-15 of its terms
 
 
-@fast_launch
-@triton.jit
+@kernel
 def _split(values, out, size, width, stride_height, stride_width, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < size
@@ -40,8 +38,7 @@ def _split(values, out, size, width, stride_height, stride_width, COUNT: tl.cons
         tl.store(out + 2 * size + place, third, mask=inside)
 
 
-@fast_launch
-@triton.jit
+@kernel
 def _linear(
     tokens,
     weight,
@@ -103,8 +100,7 @@ def _linear(
         tl.store(out + row[None, :] * width + column[:, None], total, mask=(row < count)[None, :] & used)
 
 
-@fast_launch
-@triton.jit
+@kernel
 def _grad_tokens(
     grad,
     weight,
@@ -174,8 +170,7 @@ def _grad_tokens(
             tl.store(out + row[:, None] * inner + feature[None, :], total, mask=own & used)
 
 
-@fast_launch
-@triton.jit
+@kernel
 def _grad_weight(
     grad,
     tokens,
@@ -236,8 +231,7 @@ def _grad_weight(
     tl.store(out + place, total, mask=(column < width)[:, None] & (feature < inner)[None, :])
 
 
-@fast_launch
-@triton.jit
+@kernel
 def _fold(parts, out, splits, size, BLOCK: tl.constexpr):
     """Write the sum over the first axis, added in its order."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -254,6 +248,10 @@ class Clusters(NamedTuple):
     owners: Tensor
     bounds: Tensor
     scales: Tensor
+
+
+def _clusters(*fields: Tensor | None) -> Clusters | None:
+    return None if fields[0] is None else Clusters(*fields)
 
 
 def _tiles(count: int, clusters: Clusters | None) -> tuple[int, int]:
@@ -283,12 +281,12 @@ def _scaled_parts(weight: Tensor) -> int:
     return 2 if weight.dtype == torch.bfloat16 and weight.shape[1] >= WIDE else 3
 
 
-def linear(
-    tokens: Tensor,
-    weight: Tensor,
-    clusters: Clusters | None,
-) -> Tensor:
-    """Return `tokens (T,d)` times `weight (n,d)` transposed: (T,n), float32."""
+def linear(tokens: Tensor, weight: Tensor, *tiles_and_scales: Tensor | None) -> Tensor:
+    """Return `tokens (T,d)` times `weight (n,d)` transposed: (T,n), float32.
+
+    tiles_and_scales   the fields of `Clusters`, or None for each
+    """
+    clusters = _clusters(*tiles_and_scales)
     (count, inner), width = tokens.shape, weight.shape[0]
     out = torch.empty(count, width, dtype=torch.float32, device=tokens.device)
     parts = PARTS[weight.dtype] if clusters is None else _scaled_parts(weight)
@@ -319,6 +317,18 @@ def linear(
         maxnreg=None if clusters is None else 168,
     )
     return out
+
+
+def linear_backward(
+    grad: Tensor, tokens: Tensor, weight: Tensor, *tiles_and_scales_and_wants: Tensor | Sequence[bool] | None
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of tokens and weight; an empty tensor for one that is not wanted."""
+    *tiles_and_scales, (want_tokens, want_weight) = tiles_and_scales_and_wants
+    clusters, parts = _clusters(*tiles_and_scales), split_gradient(grad, tokens, weight)
+    return (
+        grad_tokens(parts, tokens, weight, clusters) if want_tokens else grad.new_empty(0),
+        grad_weight(parts, tokens, weight, clusters) if want_weight else grad.new_empty(0),
+    )
 
 
 def grad_tokens(
@@ -363,12 +373,7 @@ def grad_tokens(
     return out
 
 
-def grad_weight(
-    grad_parts: Tensor,
-    tokens: Tensor,
-    like: Tensor,
-    clusters: Clusters | None,
-) -> Tensor:
+def grad_weight(grad_parts: Tensor, tokens: Tensor, like: Tensor, clusters: Clusters | None) -> Tensor:
     """Return the gradient of the logits, (T,n) in parts, transposed times `tokens (T,d)`, in the dtype of `like (n,d)`."""
     (count, inner), width = tokens.shape, like.shape[0]
     _, tile = _tiles(count, clusters)

@@ -15,14 +15,14 @@ in an order that changes from run to run. Neither keeps the gathered tokens nor 
                   the backward computes h again too
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from holdfast.kernels.backward import differentiable_gradients, is_differentiated
 from holdfast.kernels.dispatch import (
     Dispatch,
     add_bias_dots,
@@ -35,7 +35,7 @@ from holdfast.kernels.dispatch import (
     scale_and_dot,
     sum_rows,
 )
-from holdfast.kernels.launching import EVERYWHERE, HAS_TRITON, has_bf16_cores, on_device_of, operator
+from holdfast.kernels.operators import EVERYWHERE, HAS_TRITON, has_bf16_cores, input_gradients, like_wanted, on_gpu, operator
 
 ALIGNMENT = 16  # bytes, of every row and matrix that torch's grouped kernel takes
 
@@ -77,37 +77,23 @@ class _GatherMM(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        want_tokens, want_weight, want_bias = ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[5]
-        if is_differentiated():
-            return tuple(differentiable_gradients(gather_mm_reference, ctx.saved_tensors, ctx.needs_input_grad, grad))
-        wants = want_tokens, want_weight, want_bias
-        grad_tokens, grad_weight, grad_bias = _gather_mm_backward(grad, *ctx.saved_tensors, *wants)
-        return (
-            grad_tokens if want_tokens else None,
-            grad_weight if want_weight else None,
-            None,
-            None,
-            None,
-            grad_bias if want_bias else None,
-        )
+        return input_gradients(ctx, grad, _gather_mm_backward, gather_mm_reference, places=(0, 1, 5))
 
 
 class _MMCombine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, slot_weights, order, slots, offsets, bias, glu):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(hidden, weight, slot_weights, order, slots, offsets, bias)
-        ctx.glu = glu
-        return _mm_combine(hidden, weight, slot_weights, order, slots, offsets, bias, glu)
+    def forward(ctx, *inputs):  # type: ignore[no-untyped-def]
+        *tensors, ctx.glu = inputs
+        ctx.save_for_backward(*tensors)
+        return _mm_combine(*inputs)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        wants = *ctx.needs_input_grad[:3], ctx.needs_input_grad[6]
-        if is_differentiated():
-            reference = partial(mm_combine_reference, glu=ctx.glu)
-            return *differentiable_gradients(reference, ctx.saved_tensors, ctx.needs_input_grad[:7], grad), None
-        grads = _mm_combine_backward(grad, *ctx.saved_tensors, ctx.glu, wants[1], wants[3])
-        *first, of_bias = (found if want else None for found, want in zip(grads, wants, strict=True))
-        return *first, None, None, None, of_bias, None
+        def backward(grad, *inputs):  # type: ignore[no-untyped-def]
+            return _mm_combine_backward(grad, *inputs[:-1], ctx.glu, inputs[-1])
+
+        reference = partial(mm_combine_reference, glu=ctx.glu)
+        return input_gradients(ctx, grad, backward, reference, places=(0, 1, 2, 6))
 
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {  # those of `dispatch.GLUS`
@@ -178,43 +164,17 @@ def _gather_mm_backward_anywhere(
     slots: Tensor,
     offsets: Tensor,
     bias: Tensor | None,
-    want_tokens: bool,
-    want_weight: bool,
-    want_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+    wants: Sequence[bool],
+) -> tuple[Tensor, ...]:
     grad, used = grad.contiguous(), offsets[-1]
-    of_tokens = of_weight = of_bias = None
-    if want_tokens:
+    of_tokens = of_weight = of_bias = grad.new_empty(0)
+    if wants[0]:
         of_tokens = combine_rows(grouped_mm(grad, weight, offsets, transpose=False), slots, None, used)
-    if want_weight:
+    if wants[1]:
         of_weight = grouped_outer(grad, gather_rows(tokens.contiguous(), order, slots, used), offsets)
-    if want_bias and bias is not None:
+    if wants[2] and bias is not None:
         of_bias = sum_rows(grad, offsets, None, order).to(bias.dtype)
-    return _tensor(of_tokens, grad), _tensor(of_weight, grad), _tensor(of_bias, grad)
-
-
-def _tensor(found: Tensor | None, like: Tensor) -> Tensor:
-    """Return `found`, or an empty tensor for None, which an operator cannot return."""
-    return like.new_empty(0) if found is None else found
-
-
-def _gather_mm_backward_fake(
-    grad: Tensor,
-    tokens: Tensor,
-    weight: Tensor,
-    order: Tensor,
-    slots: Tensor,
-    offsets: Tensor,
-    bias: Tensor | None,
-    want_tokens: bool,
-    want_weight: bool,
-    want_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        tokens.new_empty(tokens.shape if want_tokens else (0,)),
-        weight.new_empty(weight.shape if want_weight else (0,)),
-        bias.new_empty(bias.shape) if want_bias and bias is not None else grad.new_empty(0),
-    )
+    return of_tokens, of_weight, of_bias
 
 
 def _mm_combine_anywhere(
@@ -243,9 +203,8 @@ def _mm_combine_backward_anywhere(
     offsets: Tensor,
     bias: Tensor | None,
     glu: str,
-    want_weight: bool,
-    want_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    wants: Sequence[bool],
+) -> tuple[Tensor, ...]:
     used = offsets[-1]
     grad_rows = gather_rows(grad.contiguous(), order, slots, used)
     unscaled = grouped_mm(grad_rows, weight, offsets, transpose=False)
@@ -255,34 +214,20 @@ def _mm_combine_backward_anywhere(
         grad_hidden, scaled, grad_slots = glu_rows_backward(unscaled, rows, slot_weights, order, used, glu)
     else:
         grad_hidden, scaled, grad_slots = scale_and_dot(unscaled, rows, slot_weights, order, slots, used)
-    of_weight = grouped_outer(grad_rows, scaled, offsets) if want_weight else None
-    of_bias = None
+    of_weight = grouped_outer(grad_rows, scaled, offsets) if wants[1] else grad.new_empty(0)
+    of_bias = grad.new_empty(0)
     if bias is not None:
         grad_slots = add_bias_dots(grad_rows, bias, order, slots, offsets, grad_slots)
-        if want_bias:
+        if wants[3]:
             of_bias = sum_rows(grad_rows, offsets, slot_weights, order).to(bias.dtype)
-    return grad_hidden, _tensor(of_weight, grad), grad_slots, _tensor(of_bias, grad)
+    return grad_hidden, of_weight, grad_slots, of_bias
 
 
 def _mm_combine_backward_fake(
-    grad: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    slot_weights: Tensor,
-    order: Tensor,
-    slots: Tensor,
-    offsets: Tensor,
-    bias: Tensor | None,
-    glu: str,
-    want_weight: bool,
-    want_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return (
-        hidden.new_empty(hidden.shape),
-        weight.new_empty(weight.shape if want_weight else (0,)),
-        slot_weights.new_empty(slot_weights.shape),
-        bias.new_empty(bias.shape) if want_bias and bias is not None else grad.new_empty(0),
-    )
+    grad: Tensor, hidden: Tensor, weight: Tensor, slot_weights: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
+    bias, _, wants = rest[-3:]
+    return like_wanted(grad, (hidden, weight, slot_weights, bias), (True, wants[1], True, wants[3]))
 
 
 _PLAN = "Tensor order, Tensor slots, Tensor offsets, Tensor? bias"
@@ -293,10 +238,9 @@ _gather_mm = operator(
     devices=EVERYWHERE,
 )
 _gather_mm_backward = operator(
-    f"gather_mm_backward(Tensor grad, Tensor tokens, Tensor weight, {_PLAN}, bool want_tokens, bool want_weight, "
-    "bool want_bias) -> (Tensor, Tensor, Tensor)",
+    f"gather_mm_backward(Tensor grad, Tensor tokens, Tensor weight, {_PLAN}, bool[] wants) -> (Tensor, Tensor, Tensor)",
     _gather_mm_backward_anywhere,
-    _gather_mm_backward_fake,
+    lambda grad, tokens, weight, *rest: like_wanted(grad, (tokens, weight, rest[-2]), rest[-1]),
     devices=EVERYWHERE,
 )
 _mm_combine = operator(
@@ -306,12 +250,15 @@ _mm_combine = operator(
     devices=EVERYWHERE,
 )
 _mm_combine_backward = operator(
-    f"mm_combine_backward(Tensor grad, Tensor hidden, Tensor weight, Tensor slot_weights, {_PLAN}, str glu, "
-    "bool want_weight, bool want_bias) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"mm_combine_backward(Tensor grad, Tensor hidden, Tensor weight, Tensor slot_weights, {_PLAN}, str glu, bool[] wants) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
     _mm_combine_backward_anywhere,
     _mm_combine_backward_fake,
     devices=EVERYWHERE,
 )
+
+
+_mm_on_gpu, _outer_on_gpu = on_gpu(__name__, "mm"), on_gpu(__name__, "outer")
 
 
 def grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor, *, transpose: bool) -> Tensor:
@@ -325,10 +272,7 @@ def grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor, *, transpose: bool
     if _torch_has_kernel(rows, weight) and _aligned(matrices):
         return torch.nn.functional.grouped_mm(rows, matrices, offs=offsets)
     if HAS_TRITON and rows.is_cuda:
-        from holdfast.kernels.grouped import triton
-
-        with on_device_of(rows):
-            return triton.mm(rows, matrices, offsets)
+        return _mm_on_gpu(rows, matrices, offsets)
     out = rows.new_empty(rows.shape[0], matrices.shape[-1])
     start = 0
     for expert, end in enumerate(offsets.tolist()):
@@ -347,10 +291,7 @@ def grouped_outer(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
     if _torch_has_kernel(left, right):
         return torch.nn.functional.grouped_mm(left.t(), right, offs=offsets)
     if HAS_TRITON and left.is_cuda:
-        from holdfast.kernels.grouped import triton
-
-        with on_device_of(left):
-            return triton.outer(left, right, offsets)
+        return _outer_on_gpu(left, right, offsets)
     out = left.new_empty(experts, left.shape[1], right.shape[1])
     start = 0
     for expert, end in enumerate(offsets.tolist()):

@@ -5,17 +5,16 @@ They never wait for the device, and are not tuned for speed. Sums are float32; f
 
 # mypy: ignore-errors
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from holdfast.kernels.launching import cdiv
+from holdfast.kernels.operators import cdiv, kernel
 
 TILE = 64  # rows and columns of a result tile
 DEPTH = 32  # how much of the inner dimension at a time
 
 
-@triton.jit
+@kernel
 def _mm(
     rows,
     weight,
@@ -52,7 +51,7 @@ def _mm(
         tl.store(out + row[:, None] * width + column[None, :], total, mask=own[:, None] & (column < width)[None, :])
 
 
-@triton.jit
+@kernel
 def _outer(left, right, offsets, out, height, width, TILE: tl.constexpr, DEPTH: tl.constexpr):
     expert = tl.program_id(0).to(tl.int64)
     first = tl.load(offsets + expert - 1, mask=expert > 0, other=0)

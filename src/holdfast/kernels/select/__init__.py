@@ -15,14 +15,22 @@ kernels do not support, PyTorch operations compute the same.
 
 import functools
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from holdfast.kernels.backward import differentiable_gradients, is_differentiated, snapshot_for_backward
-from holdfast.kernels.launching import has_kernels, is_exporting, on_device_of, operator
+from holdfast.kernels.operators import (
+    cdiv,
+    differentiable_gradients,
+    has_kernels,
+    is_differentiated,
+    on_gpu,
+    operator,
+    snapshot_for_backward,
+)
+from holdfast.kernels.torch_internals import is_exporting
 
 # How the amounts of selected experts become weights: unchanged, divided by their sum, or by a softmax over them.
 Weighing = Literal["raw", "shares", "softmax"]
@@ -301,73 +309,10 @@ def _weigh_reference(
     return weigh(Amounts(amounts, WEIGHINGS[how]), experts, in_use, fade)
 
 
-def _select_on_gpu(
-    scores: Tensor,
-    amounts: Tensor,
-    eps: Tensor | None,
-    k: int,
-    width: int,
-    how: int,
-    informed: bool,
-    a: float,
-    b: float,
-    gaps: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return experts, weights, the slot of each expert, gaps, and the width of each token's strip (see `triton.select`)."""
-    from holdfast.kernels.select import triton
-
-    with on_device_of(scores):
-        return triton.select(scores, amounts, eps, k, width, how, informed, a, b, gaps)
-
-
-def _strip_gaps_on_gpu(scores: Tensor, k: int, width: int, informed: bool) -> Tensor:
-    """Return the gaps (T,E) that `_select_on_gpu` returns, which do not depend on `eps`."""
-    from holdfast.kernels.select import triton
-
-    with on_device_of(scores):
-        return triton.strip_gaps(scores, k, width, informed)
-
-
-def _select_backward_on_gpu(
-    grad: Tensor,
-    scores: Tensor,
-    amounts: Tensor,
-    eps: Tensor | None,
-    weights: Tensor,
-    slots: Tensor,
-    edges: Tensor,
-    k: int,
-    how: int,
-    informed: bool,
-    a: float,
-    b: float,
-) -> Tensor:
-    from holdfast.kernels.select import triton
-
-    with on_device_of(scores):
-        return triton.select_backward(grad, scores, amounts, eps, weights, slots, edges, k, how, informed, a, b)
-
-
-def _count_pairs_on_gpu(scores: Tensor, real: Tensor | None, k: int) -> Tensor:
-    from holdfast.kernels.select import triton
-
-    with on_device_of(scores):
-        return triton.count_pairs(scores, real, k, SHARE)
-
-
 def _select_fake(
-    scores: Tensor,
-    amounts: Tensor,
-    eps: Tensor | None,
-    k: int,
-    width: int,
-    how: int,
-    informed: bool,
-    a: float,
-    b: float,
-    gaps: Tensor | None,
+    scores: Tensor, amounts: Tensor, eps: Tensor | None, k: int, width: int, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    tokens, experts = scores.shape
+    (tokens, experts), gaps = scores.shape, rest[-1]
     return (
         scores.new_empty(tokens, width, dtype=torch.int64),
         scores.new_empty(tokens, width),
@@ -377,25 +322,26 @@ def _select_fake(
     )
 
 
+# Returns experts, weights, the slot of each expert, gaps, and the width of each token's strip.
 _select = operator(
     "choose(Tensor scores, Tensor amounts, Tensor? eps, int k, int width, int how, bool informed, float a, float b, "
     "Tensor? gaps) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _select_on_gpu,
+    on_gpu(__name__, "select"),
     _select_fake,
 )
-_strip_gaps = operator(
+_strip_gaps = operator(  # the gaps that `_select` returns, which do not depend on `eps`
     "strip_gaps(Tensor scores, int k, int width, bool informed) -> Tensor",
-    _strip_gaps_on_gpu,
+    on_gpu(__name__, "strip_gaps"),
     lambda scores, *_: torch.empty_like(scores),
 )
 _select_backward = operator(
     "choose_backward(Tensor grad, Tensor scores, Tensor amounts, Tensor? eps, Tensor weights, Tensor slots, Tensor edges, "
     "int k, int how, bool informed, float a, float b) -> Tensor",
-    _select_backward_on_gpu,
+    on_gpu(__name__, "select_backward"),
     lambda grad, scores, amounts, *_: torch.empty_like(amounts),
 )
 _count_pairs = operator(
     "chosen_together(Tensor scores, Tensor? real, int k) -> Tensor",
-    _count_pairs_on_gpu,
-    lambda scores, real, k: scores.new_empty(-(-scores.shape[0] // SHARE), scores.shape[1], scores.shape[1]),
+    on_gpu(__name__, "count_pairs"),
+    lambda scores, real, k: scores.new_empty(cdiv(scores.shape[0], SHARE), scores.shape[1], scores.shape[1]),
 )

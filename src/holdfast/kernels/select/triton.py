@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from holdfast.kernels.fast_launch import fast_launch
-from holdfast.kernels.launching import cdiv, next_power_of_2
+from holdfast.kernels.operators import cdiv, kernel, next_power_of_2
+from holdfast.kernels.select import SHARE
 
 RAW, SHARES, SOFTMAX = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # indices into `WEIGHINGS`
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
@@ -101,8 +101,7 @@ def _gaps(levels, slots, inside, k, LOGARITHM: tl.constexpr):
     return threshold[:, None] - levels
 
 
-@fast_launch
-@triton.jit
+@kernel
 def _strip_gaps(
     scores,
     out,
@@ -130,8 +129,7 @@ def _strip_gaps(
     tl.store(out + place, tl.where(outside, float("inf"), gaps), mask=inside)
 
 
-@fast_launch
-@triton.jit
+@kernel
 def _select(
     scores,
     amounts,
@@ -214,8 +212,7 @@ def _select(
     tl.store(weights + at, weight, mask=written)
 
 
-@fast_launch
-@triton.jit
+@kernel
 def _select_backward(
     grad,
     amounts,
@@ -268,8 +265,7 @@ def _select_backward(
     tl.store(out + place, tl.where(in_use, result, 0.0), mask=inside)
 
 
-@fast_launch
-@triton.jit
+@kernel
 def _count_pairs(
     scores,
     real,
@@ -423,7 +419,7 @@ def select_backward(
     return out
 
 
-def count_pairs(scores: Tensor, real: Tensor | None, k: int, share: int, part: tl.dtype = tl.bfloat16) -> Tensor:
+def count_pairs(scores: Tensor, real: Tensor | None, k: int, share: int = SHARE, part: tl.dtype = tl.bfloat16) -> Tensor:
     """Return (S,E,E), to be summed: how often two experts are both among a real token's k best."""
     (count, experts), scores = scores.shape, scores.contiguous()
     splits = cdiv(count, share)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from holdfast.kernels.launching import has_kernels, on_device_of, operator
+from holdfast.kernels.operators import has_kernels, on_gpu, operator
 
 DIGITS = ((21, 11), (10, 11), (0, 10))  # (shift, bits) of the three digits of a 32-bit key
 BYTES = 4  # the digits on a GPU, where smaller ones are better: the counts of a byte fit into the registers of a program
@@ -89,43 +89,22 @@ def smallest(values: Tensor, valid: Tensor, ranks: Tensor, over_ranks: Callable[
     return bits.to(torch.int32).view(torch.float32).where(~missing, torch.inf)
 
 
-def _count_on_gpu(values: Tensor, real: Tensor | None, below: Tensor, counts: Tensor, byte: int) -> None:
-    from holdfast.kernels.statistics import triton
-
-    with on_device_of(values):
-        triton.count_bytes(values, real, below, counts, byte)
-
-
-def _midpoint_on_gpu(below: Tensor, counts: Tensor) -> Tensor:
-    from holdfast.kernels.statistics import triton
-
-    with on_device_of(counts):
-        return triton.midpoint(below, counts)
-
-
-def _at_rank_on_gpu(rank: Tensor, counts: Tensor) -> Tensor:
-    from holdfast.kernels.statistics import triton
-
-    with on_device_of(counts):
-        return triton.at_rank(rank, counts)
-
-
 _count = operator(
     "count_bytes(Tensor values, Tensor? real, Tensor below, Tensor(a!) counts, int byte) -> ()",
-    _count_on_gpu,
+    on_gpu(__name__, "count_bytes"),
     lambda *_: None,
 )
 _midpoint = operator(
     "midpoint_of_bytes(Tensor below, Tensor counts) -> Tensor",
-    _midpoint_on_gpu,
+    on_gpu(__name__, "midpoint"),
     lambda below, counts: counts.new_empty((), dtype=torch.float32),
 )
-
 _at_rank = operator(
     "value_at_rank(Tensor rank, Tensor counts) -> Tensor",
-    _at_rank_on_gpu,
+    on_gpu(__name__, "at_rank"),
     lambda rank, counts: counts.new_empty((), dtype=torch.float32),
 )
+_update_running_mean = on_gpu(__name__, "update_running_mean")
 
 
 @torch.no_grad()
@@ -138,10 +117,7 @@ def update_running_mean(
     tokens, which is divided by them. Without, it is a value, and as long as it is 0 no batch counts as seen.
     """
     if not torch.compiler.is_compiling() and has_kernels(mean):  # a compiler fuses the formula by itself
-        from holdfast.kernels.statistics import triton
-
-        with on_device_of(mean):
-            triton.update_running_mean(mean, seen.view(torch.bool), batch, tokens, due, memory, is_sum)
+        _update_running_mean(mean, seen.view(torch.bool), batch, tokens, due, memory, is_sum)
         return
     counts, known = tokens > 0, seen != 0
     batch = batch / tokens.clamp_min(1) if is_sum else batch

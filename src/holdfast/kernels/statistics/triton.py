@@ -11,8 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from holdfast.kernels.fast_launch import fast_launch
-from holdfast.kernels.launching import cdiv, next_power_of_2
+from holdfast.kernels.operators import cdiv, kernel, next_power_of_2
 
 BINS = tl.constexpr(256)
 BLOCK = 2048
@@ -49,8 +48,7 @@ def _add_counts(counts, digits, candidate):
     tl.atomic_add(counts + bins, found.to(tl.int64), mask=found > 0, sem="relaxed")
 
 
-@fast_launch
-@triton.jit
+@kernel
 def _count(values, real, below, counts, size, width, PADDED: tl.constexpr, BYTE: tl.constexpr, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(values + place, mask=place < size, other=float("inf"))
@@ -76,8 +74,7 @@ def _value(key):
     return bits.to(tl.int32).to(tl.float32, bitcast=True)
 
 
-@fast_launch
-@triton.jit
+@kernel
 def _midpoint(below, counts, out):
     wanted = tl.load(below)
     lower_key, upper_key, most = _leading_bytes(counts, wanted, 4)
@@ -86,8 +83,7 @@ def _midpoint(below, counts, out):
     tl.store(out, tl.where((wanted > 0) & (most > 0), (lower + upper) / 2, 0.0))
 
 
-@fast_launch
-@triton.jit
+@kernel
 def _at_rank(rank, counts, out):
     wanted = tl.load(rank)
     _, key, most = _leading_bytes(counts, wanted, 4)
@@ -124,8 +120,7 @@ def at_rank(rank: Tensor, counts: Tensor) -> Tensor:
     return out
 
 
-@fast_launch
-@triton.jit
+@kernel
 def _update_running_mean(
     state, seen, staged, tokens, due, size, MEMORY: tl.constexpr, IS_SUM: tl.constexpr, BLOCK: tl.constexpr
 ):

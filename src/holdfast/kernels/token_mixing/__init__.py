@@ -10,10 +10,10 @@ The output of a query without allowed keys is 0.
 Products of tokens with entries of 1e19 and more overflow float32. On a CPU such operands are mixed in float64. On a GPU a
 check for them would wait for the device, so the result is NaN, which a router in training reports.
 
-On a GPU, Triton kernels compute tile by tile (triton.py, started by launch.py); vectors of more than 256 numbers in chunks
-(wide.py), up to 8192 numbers, if keys equal queries and there is no second product. Otherwise, on other devices, and with
-levels, PyTorch computes block by block (blocks.py). One query without gradients, a step of decoding, is mixed in PyTorch on
-every device.
+On a GPU, Triton kernels compute tile by tile (triton.py, started by launch.py); vectors of more than 256 numbers in chunks,
+up to 8192 numbers, if keys equal queries and there is no second product. Otherwise, on other devices, and with levels,
+PyTorch computes block by block (blocks.py). One query without gradients, a step of decoding, is mixed in PyTorch on every
+device.
 """
 
 import functools
@@ -23,9 +23,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from holdfast.kernels.backward import differentiable_gradients, is_differentiated
-from holdfast.kernels.launching import EVERYWHERE, HAS_TRITON, is_exporting, on_device_of, operator
+from holdfast.kernels.operators import (
+    EVERYWHERE,
+    HAS_TRITON,
+    differentiable_gradients,
+    is_differentiated,
+    like_wanted,
+    on_device_of,
+    operator,
+)
 from holdfast.kernels.token_mixing.blocks import (
+    ScoreTerms,
     expanded_mask,
     mix_at_once,
     mix_in_blocks,
@@ -34,6 +42,7 @@ from holdfast.kernels.token_mixing.blocks import (
     only_real,
     score_terms,
 )
+from holdfast.kernels.torch_internals import is_exporting
 
 KEPT_WIDTH = 256  # parts of wider vectors are not kept for the backward, which splits them again: they take much memory
 VALUE_FP16_PARTS = 6  # the index of the values' float16 parts in the list of `launch.split_operands`
@@ -73,30 +82,17 @@ def softmax_mix(
     If keys equal queries, pass the same object as both: this saves work. With `coarse`, the caller rounds the gradients of
     queries and keys to bfloat16, so they are computed with that accuracy only.
     """
-    operands = (query, key, value, second, bias, real, mask, levels)
-    out: Tensor = _mix(*operands, causal=causal, scale=scale, coarse=coarse, with_total=False)[0]
-    return out
+    limits: dict[str, Any] = {"causal": causal, "real": real, "mask": mask, "levels": levels}
+    options: dict[str, Any] = {"scale": scale, "second": second, "bias": bias, "coarse": coarse}
+    return _mix(query, key, value, with_total=False, **limits, **options)[0]
 
 
-def softmax_mix_with_total(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    scale: float,
-    causal: bool = False,
-    real: Tensor | None = None,
-    mask: Tensor | None = None,
-    second: SecondProduct | None = None,
-    bias: Tensor | None = None,
-    levels: Levels | None = None,
-) -> tuple[Tensor, Tensor]:
+def softmax_mix_with_total(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """Return out (G,N,n) and log_total (G,N), the logarithm of each query's sum of exp(score), both differentiable.
 
     log_total is -inf for a query without allowed keys. The arguments are those of `softmax_mix`.
     """
-    operands = (query, key, value, second, bias, real, mask, levels)
-    out, log_total = _mix(*operands, causal=causal, scale=scale, coarse=False, with_total=True)
+    out, log_total = _mix(query, key, value, with_total=True, **options)
     return out, log_total
 
 
@@ -104,47 +100,49 @@ def _mix(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    second: SecondProduct | None,
-    bias: Tensor | None,
-    real: Tensor | None,
-    mask: Tensor | None,
-    levels: Levels | None,
     *,
-    causal: bool,
     scale: float,
-    coarse: bool,
     with_total: bool,
+    causal: bool = False,
+    real: Tensor | None = None,
+    mask: Tensor | None = None,
+    second: SecondProduct | None = None,
+    bias: Tensor | None = None,
+    levels: Levels | None = None,
+    coarse: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Return `out` and, with `with_total`, `log_total`: of one of the two autograd functions below, where it is needed."""
-    other_query, other_key, other_scale = (None, None, 0.0) if second is None else second
+    """Return `out` and `log_total`; one query without gradients has the second only with `with_total`."""
+    second_query, second_key, second_scale = (None, None, 0.0) if second is None else second
     bias = None if bias is None else bias.float()
-    query_level, key_level = (None, None) if levels is None else levels
-    limits = (real, expanded_mask(mask, query, key), query_level, key_level)
+    rows = (query, key, value, second_query, second_key, bias)
+    limits = (real, expanded_mask(mask, query, key), *((None, None) if levels is None else levels))
     if is_exporting():
-        terms = score_terms(query, key, other_query, other_key, bias, *limits, causal, scale, other_scale)
-        return mix_at_once(terms, only_real(value, real))
+        return mix_at_once(*_terms_and_value((*rows, *limits), causal, scale, second_scale))
     if query.shape[1] == 1 and not torch.is_grad_enabled():
         # One query is the last of its group, so that `causal` excludes no key. Keys of padding need not be 0, except where
         # large operands are looked for.
         zeroed = real if query.device.type == "cpu" else None
-        rows = (query, key, other_query, other_key, bias)
-        terms = score_terms(*rows, zeroed, *limits[1:], False, scale, other_scale)._replace(real=real)
-        return mix_one_query(terms, only_real(value, real), with_total)
+        terms, _ = _terms_and_value((*rows, zeroed, *limits[1:]), False, scale, second_scale)
+        return mix_one_query(terms._replace(real=real), only_real(value, real), with_total)
     own_key = None if key is query else key
-    function: Any = _SoftmaxMixWithTotal if with_total else _SoftmaxMix
-    found = function.apply(query, own_key, value, other_query, other_key, bias, *limits, causal, scale, other_scale, coarse)
-    return found if isinstance(found, tuple) else (found,)
+    options = (causal, scale, second_scale, coarse)
+    out: tuple[Tensor, Tensor] = _SoftmaxMix.apply(query, own_key, *rows[2:], *limits, *options)  # type: ignore[no-untyped-call]
+    return out
 
 
-def _has_kernel(
-    query: Tensor, key: Tensor, value: Tensor, second_query: Tensor | None, second_key: Tensor | None, shared: bool
-) -> bool:
-    """Return whether the Triton kernels support these operands; `shared`: keys equal queries."""
-    if not (HAS_TRITON and query.is_cuda):
-        return False
-    from holdfast.kernels.token_mixing import launch
+# The inputs of the operators and of the autograd function are six operands (query, key, value, second query, second key and
+# bias) and four limits (real, mask, levels of queries and of keys). For the function, `key=None` means that keys equal
+# queries. Its options are causal, scale, second_scale and coarse.
+OPERANDS, INPUTS, OPTIONS = 6, 10, 4
+Inputs = tuple[Any, ...]
 
-    return launch.supports(query, key, value, second_query, second_key, shared)
+
+def _terms_and_value(inputs: Inputs, causal: bool, scale: float, second_scale: float) -> tuple[ScoreTerms, Tensor]:
+    """Return the terms of the scores, and the values without those of padding."""
+    query, key, value, second_query, second_key, bias, *limits = inputs
+    operands = (query, key, second_query, second_key, bias)
+    terms = (*operands, *limits, causal, scale, second_scale)
+    return score_terms(*terms), only_real(value, limits[0])
 
 
 def parts_for_backward(parts: list[Tensor]) -> list[Tensor]:
@@ -152,153 +150,100 @@ def parts_for_backward(parts: list[Tensor]) -> list[Tensor]:
     return [part.new_empty(0) if at == VALUE_FP16_PARTS else part for at, part in enumerate(parts)]
 
 
-# The arguments of the autograd functions: operands (query to bias), limits (real, mask, levels of queries and of keys) and
-# options (causal, scale, second_scale, coarse). `key=None` means that keys equal queries.
-OPERANDS, LIMITS, OPTIONS = 6, 4, 4
-
-
 class _SoftmaxMix(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, *arguments):  # type: ignore[no-untyped-def]
-        return _mix_forward(ctx, *arguments)[0]
-
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        return _mix_gradients(ctx, grad, None)
-
-
-class _SoftmaxMixWithTotal(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, *arguments):  # type: ignore[no-untyped-def]
-        return _mix_forward(ctx, *arguments)
+    def forward(ctx, query, key, *rest):  # type: ignore[no-untyped-def]
+        *settings, coarse = rest[-OPTIONS:]
+        ctx.how = (key is None, *settings)
+        ctx.set_materialize_grads(False)
+        needs = ctx.needs_input_grad[:OPERANDS]
+        ctx.wants = [needs[0] or needs[3], needs[0 if key is None else 1] or needs[4] or needs[5], needs[2], coarse]
+        inputs = (query, query if key is None else key, *rest[:-OPTIONS])
+        real, has_levels = inputs[OPERANDS], inputs[OPERANDS + 2] is not None
+        is_kept = query.shape[2] <= KEPT_WIDTH
+        wants = ctx.wants if is_kept else [False, False, False, coarse]
+        # The kernels do not read levels: without parts, the mixing runs in blocks.
+        parts = [] if has_levels else _mix_parts(*inputs[: OPERANDS - 1], real, ctx.how[0], wants)
+        ctx.splits_again = bool(parts) and not is_kept
+        out, log_total = _softmax_mix(*inputs, parts, *ctx.how)
+        ctx.save_for_backward(out, log_total, *inputs, *([] if ctx.splits_again else parts_for_backward(parts)))
+        return out, log_total
 
     @staticmethod
     def backward(ctx, grad, grad_total):  # type: ignore[no-untyped-def]
-        return _mix_gradients(ctx, grad, grad_total)
+        saved = ctx.saved_tensors  # read only once: activation checkpointing raises an error for a second read
+        (out, log_total), inputs, parts = saved[:2], saved[2 : 2 + INPUTS], list(saved[2 + INPUTS :])
+        needs, rest = ctx.needs_input_grad[:OPERANDS], (None,) * (INPUTS - OPERANDS + OPTIONS)
+        grad = torch.zeros_like(out) if grad is None else grad
+        if is_differentiated():
+            reference = functools.partial(_mix_reference, inputs[OPERANDS:], ctx.how, grad_total is not None)
+            grads = (grad,) if grad_total is None else (grad, grad_total)
+            return *differentiable_gradients(reference, inputs[:OPERANDS], needs, grads), *rest
+        if ctx.splits_again:
+            parts = parts_for_backward(_mix_parts(*inputs[: OPERANDS - 1], inputs[OPERANDS], ctx.how[0], ctx.wants))
+        grad_total = None if grad_total is None else grad_total.contiguous()
+        gradients = _softmax_mix_backward(grad.contiguous(), grad_total, out, log_total, *inputs, parts, *ctx.how, ctx.wants)
+        return *(each if need else None for each, need in zip(gradients, needs, strict=True)), *rest
 
 
-def _mix_forward(ctx, query, key, value, second_query, second_key, bias, *rest):  # type: ignore[no-untyped-def]
-    """Return out and log_total; save what the backward reads."""
-    limits, (*settings, coarse) = rest[:LIMITS], rest[LIMITS:]
-    ctx.how = (key is None, *settings)
-    needs = ctx.needs_input_grad[:OPERANDS]
-    ctx.wants = [needs[0] or needs[3], needs[0 if key is None else 1] or needs[4] or needs[5], needs[2], coarse]
-    key = query if key is None else key
-    rows = (query, key, value, second_query, second_key)
-    is_kept = max(each.shape[2] for each in (query, second_query) if each is not None) <= KEPT_WIDTH
-    wants = ctx.wants if is_kept else [False, False, False, coarse]
-    # The kernels do not read levels: without parts, the mixing runs in blocks.
-    parts = _mix_parts(*rows, limits[0], ctx.how[0], wants) if limits[2] is None else []
-    ctx.splits_again = bool(parts) and not is_kept
-    inputs = (*rows, bias, *limits)
-    out, log_total = _softmax_mix(*inputs, parts, *ctx.how)
-    ctx.save_for_backward(out, log_total, *inputs, *([] if ctx.splits_again else parts_for_backward(parts)))
-    return out, log_total
+def _mix_reference(limits: Inputs, how: tuple[Any, ...], with_total: bool, *operands: Tensor | None) -> tuple[Tensor, ...]:
+    """Return what the function returns, in operations that autograd can differentiate."""
+    (query, key, *rest), (shared, *settings) = operands, how
+    mixed = mix_at_once(*_terms_and_value((query, query if shared else key, *rest, *limits), *settings))
+    return mixed if with_total else mixed[:1]
 
 
-def _mix_gradients(ctx, grad, grad_total):  # type: ignore[no-untyped-def]
-    saved = ctx.saved_tensors  # read only once: activation checkpointing raises an error for a second read
-    (out, log_total), inputs, parts = saved[:2], saved[2 : 2 + OPERANDS + LIMITS], list(saved[2 + OPERANDS + LIMITS :])
-    needs = ctx.needs_input_grad[:OPERANDS]
-    rest = (None,) * (LIMITS + OPTIONS)
-    if is_differentiated():
-        fixed: list[Any] = [*inputs[OPERANDS:], *ctx.how, grad_total is not None]
-        reference = functools.partial(_mix_reference, *fixed)
-        grads = (grad,) if grad_total is None else (grad, grad_total)
-        return *differentiable_gradients(reference, inputs[:OPERANDS], needs, grads), *rest
-    if ctx.splits_again:
-        parts = parts_for_backward(_mix_parts(*inputs[: OPERANDS - 1], inputs[OPERANDS], ctx.how[0], ctx.wants))
-    grad_total = None if grad_total is None else grad_total.contiguous()
-    found = _softmax_mix_backward(grad.contiguous(), grad_total, out, log_total, *inputs, parts, *ctx.how, ctx.wants)
-    return *(each if need else None for each, need in zip(found, needs, strict=True)), *rest
+def _rows(inputs: Inputs, shared: bool) -> Any:
+    """Return the first five inputs for the functions of launch.py; `shared`: keys equal queries."""
+    from holdfast.kernels.token_mixing import launch
+
+    query, key, *others = inputs[: OPERANDS - 1]
+    return launch.Rows(query, query if shared else key, *others)
 
 
-def _mix_reference(
-    real: Tensor | None,
-    mask: Tensor | None,
-    query_level: Tensor | None,
-    key_level: Tensor | None,
-    shared: bool,
-    causal: bool,
-    scale: float,
-    second_scale: float,
-    with_total: bool,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    second_query: Tensor | None,
-    second_key: Tensor | None,
-    bias: Tensor | None,
-) -> tuple[Tensor, ...]:
-    """Return what the two functions return, in operations that autograd can differentiate; `shared`: keys equal queries."""
-    key = query if shared else key
-    limits = (real, mask, query_level, key_level)
-    terms = score_terms(query, key, second_query, second_key, bias, *limits, causal, scale, second_scale)
-    found = mix_at_once(terms, only_real(value, real))
-    return found if with_total else found[:1]
+def _has_kernel(query: Tensor, *rest: Any) -> bool:
+    """Return whether the Triton kernels support these rows; the last argument is whether keys equal queries."""
+    if not (HAS_TRITON and query.is_cuda):
+        return False
+    from holdfast.kernels.token_mixing import launch
+
+    return launch.supports(query, *rest)
 
 
-def _mix_parts_on_any_device(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    second_query: Tensor | None,
-    second_key: Tensor | None,
-    real: Tensor | None,
-    shared: bool,
-    wants: Sequence[bool],
-    fill: bool = True,
-) -> list[Tensor]:
+def _mix_parts_anywhere(*arguments: Any, fill: bool = True) -> list[Tensor]:
     """Return the operands split into 16-bit parts, which the Triton kernels read; an empty list where they do not run.
 
-    `shared`: keys equal queries. `wants`: the fields of `launch.WantedGradients`. `fill=False` only allocates the parts.
+    `fill=False` only allocates the parts.
     """
-    if not _has_kernel(query, key, value, second_query, second_key, shared):
+    *rows, real, shared, wants = arguments
+    if not _has_kernel(*rows, shared):
         return []
     from holdfast.kernels.token_mixing import launch
 
-    rows = launch.Rows(query, query if shared else key, value, second_query, second_key)
-    with on_device_of(query):
-        return launch.split_operands(rows, real, launch.WantedGradients(*wants), fill=fill)
+    with on_device_of(rows[0]):
+        return launch.split_operands(_rows((*rows,), shared), real, launch.WantedGradients(*wants), fill=fill)
 
 
 _ROWS = "Tensor query, Tensor key, Tensor value, Tensor? second_query, Tensor? second_key"
 _SETTINGS = "bool shared, bool causal, float scale, float second_scale"
-_mix_parts = operator(
+_mix_parts = operator(  # `wants` are the fields of `launch.WantedGradients`
     f"mix_parts({_ROWS}, Tensor? real, bool shared, bool[] wants) -> Tensor[]",
-    _mix_parts_on_any_device,
-    functools.partial(_mix_parts_on_any_device, fill=False),
+    _mix_parts_anywhere,
+    functools.partial(_mix_parts_anywhere, fill=False),
     devices=EVERYWHERE,
 )
 
 
-def _softmax_mix_on_any_device(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    second_query: Tensor | None,
-    second_key: Tensor | None,
-    bias: Tensor | None,
-    real: Tensor | None,
-    mask: Tensor | None,
-    query_level: Tensor | None,
-    key_level: Tensor | None,
-    parts: list[Tensor],
-    shared: bool,
-    causal: bool,
-    scale: float,
-    second_scale: float,
-) -> tuple[Tensor, Tensor]:
+def _softmax_mix_anywhere(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Return `out`, and the logarithm of each query's sum of exp(score) (G,N), which the backward reads."""
-    if parts:
-        from holdfast.kernels.token_mixing import launch
+    inputs, (parts, shared, *settings) = arguments[:INPUTS], arguments[INPUTS:]
+    if not parts:
+        return mix_in_blocks(*_terms_and_value(inputs, *settings))
+    from holdfast.kernels.token_mixing import launch
 
-        rows = launch.Rows(query, query if shared else key, value, second_query, second_key)
-        with on_device_of(query):
-            return launch.mix(rows, bias, real, mask, parts, causal, scale, second_scale)
-    limits = (real, mask, query_level, key_level)
-    terms = score_terms(query, key, second_query, second_key, bias, *limits, causal, scale, second_scale)
-    return mix_in_blocks(terms, only_real(value, real))
+    with on_device_of(inputs[0]):
+        bias, real, mask = inputs[OPERANDS - 1 : OPERANDS + 2]
+        return launch.mix(_rows(inputs, shared), bias, real, mask, parts, *settings)
 
 
 def _softmax_mix_fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -309,75 +254,52 @@ def _softmax_mix_fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> 
 _BIAS_MASKS_AND_PARTS = "Tensor? bias, Tensor? real, Tensor? mask, Tensor? query_level, Tensor? key_level, Tensor[] parts"
 _softmax_mix = operator(
     f"softmax_mix({_ROWS}, {_BIAS_MASKS_AND_PARTS}, {_SETTINGS}) -> (Tensor, Tensor)",
-    _softmax_mix_on_any_device,
+    _softmax_mix_anywhere,
     _softmax_mix_fake,
     devices=EVERYWHERE,
 )
 
 
-def _softmax_mix_backward_on_any_device(
-    grad: Tensor,
-    grad_total: Tensor | None,
-    out: Tensor,
-    log_total: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    second_query: Tensor | None,
-    second_key: Tensor | None,
-    bias: Tensor | None,
-    real: Tensor | None,
-    mask: Tensor | None,
-    query_level: Tensor | None,
-    key_level: Tensor | None,
-    parts: list[Tensor],
-    shared: bool,
-    causal: bool,
-    scale: float,
-    second_scale: float,
-    wants: Sequence[bool],
+def _softmax_mix_backward_anywhere(
+    grad: Tensor, grad_total: Tensor | None, out: Tensor, log_total: Tensor, *rest: Any
 ) -> list[Tensor]:
     """Return the gradients of `query` to `bias`; an empty tensor for one that is not wanted or whose operand is None.
 
     With `shared`, keys equal queries, and the gradient of the keys is added to that of the queries.
     """
+    inputs, (parts, shared, *settings, wants) = rest[:INPUTS], rest[INPUTS:]
     if parts:
         from holdfast.kernels.token_mixing import launch
 
-        rows = launch.Rows(query, query if shared else key, value, second_query, second_key)
-        settings = (bias, real, mask, parts, causal, scale, second_scale)
-        with on_device_of(query):
+        given = (_rows(inputs, shared), *inputs[OPERANDS - 1 : OPERANDS + 2], parts, *settings)
+        with on_device_of(grad):
             wanted = launch.WantedGradients(*wants)
-            grads = launch.mix_backward(grad, out, log_total, rows, *settings, wants=wanted, grad_total=grad_total)
+            grads = launch.mix_backward(grad, out, log_total, *given, wants=wanted, grad_total=grad_total)
     else:
-        limits = (real, mask, query_level, key_level)
-        terms = score_terms(query, key, second_query, second_key, bias, *limits, causal, scale, second_scale)
-        grads = mix_in_blocks_backward(grad, grad_total, out, log_total, terms, only_real(value, real), shared)
-    operands = _operands_with_gradient((query, key, value, second_query, second_key, bias), shared, wants)
+        terms, value = _terms_and_value(inputs, *settings)
+        grads = mix_in_blocks_backward(grad, grad_total, out, log_total, terms, value, shared)
     return [
-        grad.new_empty(0) if operand is None or found is None else found.to(operand.dtype)
-        for operand, found in zip(operands, grads, strict=True)
+        gradient.to(operand.dtype) if want and operand is not None and gradient is not None else grad.new_empty(0)
+        for operand, want, gradient in zip(inputs, _wanted_operands(shared, wants), grads, strict=False)
     ]
 
 
-def _operands_with_gradient(operands: tuple[Tensor | None, ...], shared: bool, wants: Sequence[bool]) -> list[Tensor | None]:
-    """Return the six operands `query` to `bias`, with None in place of those that get no gradient of their own."""
-    each = (wants[0], wants[1] and not shared, wants[2], wants[0], wants[1], wants[1])
-    return [operand if want else None for operand, want in zip(operands, each, strict=True)]
+def _wanted_operands(shared: bool, wants: Sequence[bool]) -> tuple[bool, ...]:
+    """Return which of the six operands get a gradient of their own."""
+    return (wants[0], wants[1] and not shared, wants[2], wants[0], wants[1], wants[1])
 
 
 def _softmax_mix_backward_fake(
     grad: Tensor, grad_total: Tensor | None, out: Tensor, log_total: Tensor, *rest: Any
 ) -> list[Tensor]:
-    shared = rest[OPERANDS + LIMITS + 1]  # after the parts
-    wanted = _operands_with_gradient(rest[:OPERANDS], shared, rest[-1])
-    return [grad.new_empty(0) if operand is None else operand.new_empty(operand.shape) for operand in wanted]
+    shared, wants = rest[INPUTS + 1], rest[-1]  # `shared` follows the parts
+    return list(like_wanted(grad, rest[:OPERANDS], _wanted_operands(shared, wants)))
 
 
 _softmax_mix_backward = operator(
     "softmax_mix_backward(Tensor grad, Tensor? grad_total, Tensor out, Tensor log_total, "
     f"{_ROWS}, {_BIAS_MASKS_AND_PARTS}, {_SETTINGS}, bool[] wants) -> Tensor[]",
-    _softmax_mix_backward_on_any_device,
+    _softmax_mix_backward_anywhere,
     _softmax_mix_backward_fake,
     devices=EVERYWHERE,
 )

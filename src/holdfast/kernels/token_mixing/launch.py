@@ -1,8 +1,12 @@
-"""Launch the mixing kernels: in how many parts operands are split, and which kernels compute the gradients."""
+"""Launch the mixing kernels: how large their tiles are, in how many parts operands are split, and which kernels compute the
+gradients.
+
+Tiles are the first choice that fits into a multiprocessor's shared memory.
+"""
 
 # mypy: ignore-errors
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,20 +27,128 @@ from holdfast.kernels.float32_parts import (
     split_rows,
     tile_width,
 )
-from holdfast.kernels.launching import cdiv
-from holdfast.kernels.token_mixing import triton, wide
-from holdfast.kernels.token_mixing.allowed_keys import Mask, mask_kind, mask_operand
-from holdfast.kernels.token_mixing.tilings import (
-    PADDING,
-    ProductTiling,
-    Tiling,
-    choose_product_tiling,
-    choose_tiling,
-    fits,
-)
+from holdfast.kernels.operators import cdiv
+from holdfast.kernels.token_mixing import triton
+from holdfast.kernels.token_mixing.triton import Mask, mask_kind, mask_operand
 
 WIDEST_VECTOR = 8192  # columns of queries and keys: of a row, one program finds the largest number
-SLOPES_HELD = 2**25  # numbers of the matrix of slopes held at a time, in each part; at least those of PADDING keys
+SLOPES_HELD = 2**25  # numbers of the matrix of slopes, in each part, up to which the kernels take wide vectors
+
+
+class Tiling(NamedTuple):
+    """Rows and columns of a tile of scores, and how a program works on it."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+    fold: bool = False  # see `triton._turn`
+    chunk: int = 0  # columns of queries and keys that are read at a time; 0 is all
+
+    @property
+    def options(self) -> dict[str, int]:
+        return {
+            "ROWS": self.rows,
+            "COLUMNS": self.columns,
+            "num_warps": self.warps,
+            "num_stages": self.stages,
+        }
+
+
+# Measured on an H200. The last fits everywhere.
+SMALL = (Tiling(32, 32, 4, 1), Tiling(16, 16, 4, 1))
+TILINGS = {
+    "mix": (Tiling(64, 64, 4, 3, fold=True), Tiling(64, 64, 4, 2, fold=True), Tiling(64, 32, 4, 2), *SMALL),
+    "query": (Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 2), Tiling(64, 32, 4, 2), *SMALL),
+    "key": (Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 2), Tiling(32, 64, 4, 2), *SMALL),
+    "value": (Tiling(64, 64, 4, 2), Tiling(32, 64, 4, 2), *SMALL),  # the kernel over keys where only values are wanted
+}
+# For vectors that are read in chunks. The first of each was measured on an H200, at a width of 384 (docs/performance.md).
+SMALL_WIDE = (Tiling(32, 32, 4, 2, chunk=32), Tiling(16, 16, 4, 1, chunk=16))
+WIDE_TILINGS = {
+    "mix": (Tiling(64, 64, 4, 3, chunk=64), Tiling(64, 64, 4, 2, fold=True, chunk=32), *SMALL_WIDE),
+    "key": (Tiling(64, 64, 4, 3, chunk=64), Tiling(64, 64, 4, 2, chunk=32), *SMALL_WIDE),
+    "value": (Tiling(64, 64, 4, 3, chunk=64), Tiling(64, 64, 4, 2, chunk=32), *SMALL_WIDE),
+}
+SCRATCH = 8192  # bytes that a kernel needs besides its tiles
+
+
+class ProductTiling(NamedTuple):
+    """Rows and columns of a tile of a gradient, and over how many slopes a step of its loop sums."""
+
+    rows: int
+    columns: int
+    inner: int
+    warps: int
+    stages: int
+
+
+PRODUCT_TILINGS = (
+    ProductTiling(128, 128, 64, 8, 3),
+    ProductTiling(128, 64, 64, 4, 2),
+    ProductTiling(64, 64, 32, 4, 2),
+    ProductTiling(32, 32, 32, 4, 1),
+)
+PADDING = 128  # the matrix of slopes has a multiple of this many rows and columns, so that tiles end inside of it
+
+
+def _tile_bytes(kernel: str, tiling: Tiling, constants: dict[str, Any]) -> int:
+    """Return the bytes of the tiles: those that a program keeps, and those of a step of its loop, `stages` times."""
+    width, second, values = (constants[name] for name in ("WIDTH", "SECOND", "VALUES"))
+    parts = constants["PARTS"]
+    over_keys = kernel in ("key", "value")
+    long, short = (tiling.columns, tiling.rows) if over_keys else (tiling.rows, tiling.columns)
+    if tiling.chunk:  # steps of the inner loop, over chunks; gradients of queries and keys have a kernel of their own
+        chunk = min(tiling.chunk, width)
+        read = parts[0] * tiling.rows + parts[1] * tiling.columns
+        kept = values * (parts[4] * tiling.columns + (2 * tiling.rows if over_keys else 0))
+        return 2 * (tiling.stages * read * chunk + kept) + SCRATCH
+    if over_keys:
+        kept = parts[1] * width + parts[3] * second
+        loaded = parts[0] * width + parts[2] * second + 2 * values
+    else:
+        kept = parts[0] * width + parts[2] * second
+        loaded = parts[1] * width + parts[3] * second + parts[4] * values
+    if kernel in ("query", "key"):
+        kept += (2 if kernel == "query" else parts[4]) * values
+        loaded += parts[5] * width * constants["SCALED"] + parts[6] * second
+    return 2 * (long * kept + tiling.stages * short * loaded) + SCRATCH
+
+
+def _choose_tiling(kernel: str, constants: dict[str, Any], device: torch.device, wide: bool) -> Tiling:
+    """Return the first tiling of the kernel that fits."""
+    limit = shared_memory(device)
+    tilings = (WIDE_TILINGS if wide else TILINGS)[kernel]
+    return next(tiling for tiling in tilings if _tile_bytes(kernel, tiling, constants) <= limit)
+
+
+def _choose_product_tiling(width: int, slope_parts: int, parts: int, device: torch.device) -> ProductTiling:
+    """Return the first tiling of `triton.slope_product` that fits, for rows of `width` columns in `parts` parts.
+
+    Its columns divide the width.
+    """
+    limit = shared_memory(device)
+    for tiling in PRODUCT_TILINGS:
+        columns = min(tiling.columns, width & -width)
+        read = slope_parts * tiling.rows + parts * columns
+        if 2 * tiling.stages * tiling.inner * read + SCRATCH <= limit:
+            return tiling._replace(columns=columns)
+    return tiling._replace(columns=columns)
+
+
+def _fits(constants: dict[str, Any], device: torch.device, wide: bool) -> bool:
+    """Return whether the smallest tiles of all kernels fit into the shared memory of one program."""
+    tilings = (WIDE_TILINGS if wide else TILINGS).items()
+    least = max(_tile_bytes(kernel, choices[-1], constants) for kernel, choices in tilings)
+    return least <= shared_memory(device)
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Return how many bytes of shared memory one program may have; 2^30 in the interpreter, which has no limit."""
+    if device.type != "cuda":
+        return 2**30
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
 
 
 def supports(
@@ -48,7 +160,7 @@ def supports(
     # are inside of its tensors. Triton's issues 10573 (since Triton 3.6) and 11366 (an illegal read of shared memory) are
     # about such GPUs, kernels with several products, and tiles of 32 columns; whether they are the cause was not tested.
     # The wide calls that ran on that GPU had keys equal to queries, no second product, and all slopes held at a time.
-    if is_wide(query, second_query) and not (shared and second_query is None and _holds_all_slopes(query)):
+    if is_wide(query, second_query) and not (shared and second_query is None and _slopes_of(query) <= SLOPES_HELD):
         return False
     operands = [rows for rows in (query, key, value, second_query, second_key) if rows is not None]
     widths = [0 if rows is None else rows.shape[2] for rows in (query, second_query, value)]
@@ -58,12 +170,17 @@ def supports(
         return False
     padded = [0 if width == 0 else part_width(width) for width in widths]
     constants = dict(zip(("WIDTH", "SECOND", "VALUES"), padded, strict=True)) | {"PARTS": (2,) * 7, "SCALED": True}
-    return fits(constants, query.device, is_wide(query, second_query))
+    return _fits(constants, query.device, is_wide(query, second_query))
 
 
-def _holds_all_slopes(rows: Tensor) -> bool:
-    """Return whether the slopes between all these rows are held at a time."""
-    return rows.shape[0] * (cdiv(rows.shape[1], PADDING) * PADDING) ** 2 <= SLOPES_HELD
+def _padded_length(rows: Tensor) -> int:
+    """Return the number of rows (G,N,m) in a group, with padding up to a multiple of PADDING."""
+    return cdiv(rows.shape[1], PADDING) * PADDING
+
+
+def _slopes_of(rows: Tensor) -> int:
+    """Return how many slopes there are between all these rows, with padding."""
+    return rows.shape[0] * _padded_length(rows) ** 2
 
 
 def is_wide(query: Tensor, second_query: Tensor | None) -> bool:
@@ -216,7 +333,7 @@ def mix(
     constants = {**common.constants, "PARTS": (*common.constants["PARTS"], _fp16_parts(rows.value))}
     out = torch.empty(groups, queries, width, dtype=torch.float32, device=rows.query.device)
     log_total = torch.empty(groups, queries, dtype=torch.float32, device=rows.query.device)
-    tiling = choose_tiling("mix", constants, rows.query.device, is_wide(rows.query, rows.second_query))
+    tiling = _choose_tiling("mix", constants, rows.query.device, is_wide(rows.query, rows.second_query))
     triton.mix[groups, cdiv(queries, tiling.rows)](
         *common.operands,
         fp16_operand(common.value),
@@ -229,17 +346,16 @@ def mix(
         scale,
         second_scale,
         **constants,
-        CHUNKS=_chunks(tiling, constants),
+        CHUNK=_chunk(tiling, constants["WIDTH"]),
         **tiling.options,
         FOLD=tiling.fold,
     )
     return out, log_total
 
 
-def _chunks(tiling: Tiling, constants: dict[str, Any]) -> tuple[int, int]:
-    """Return how many columns of the first and of the second product are read at a time; 0 is all."""
-    # `width & -width` is the largest power of 2 that divides it.
-    return tuple(min(tiling.chunk, width & -width) for width in (constants["WIDTH"], constants["SECOND"]))
+def _chunk(tiling: Tiling, width: int) -> int:
+    """Return how many columns of vectors of this width are read at a time; 0 is all."""
+    return min(tiling.chunk, width & -width)  # `width & -width` is the largest power of 2 that divides it
 
 
 def mix_backward(
@@ -279,10 +395,7 @@ def mix_backward(
     is_chunked = is_wide(query, second_query)
 
     def like(tensor: Tensor | None, wanted: bool) -> Tensor | None:
-        if not wanted or tensor is None:
-            return None
-        # Gradients of wide vectors are added up where they are written.
-        return torch.empty(tensor.shape, dtype=torch.float32 if is_chunked else tensor.dtype, device=tensor.device)
+        return tensor.new_empty(tensor.shape) if wanted and tensor is not None else None
 
     def bf16_operands(first: Parts, of_first: Tensor, second: Parts, of_second: Tensor | None) -> tuple[Any, Any]:
         first = bf16_operand(first, of_first)
@@ -300,11 +413,11 @@ def mix_backward(
     of_keys = counts(query, key, second_query, second_key)
     of_queries = counts(key, query, second_key, second_query)
 
-    def over_keys(slopes_out: wide.Slopes, held: int, wants_key: bool) -> None:
+    def over_keys(slopes_out: triton.Slopes, wants_key: bool) -> None:
         constants = {**common.constants, "PARTS": (*part_counts, *of_keys), "SLOPES": slopes}
-        tiling = choose_tiling("key" if wants_key else "value", constants, query.device, is_chunked)
+        tiling = _choose_tiling("key" if wants_key else "value", constants, query.device, is_chunked)
         places = [grad if place is None else place for place in (of_key, of_second_key, of_value, of_bias)]
-        triton.key_gradient[groups, cdiv(held, tiling.columns)](
+        triton.key_gradient[groups, cdiv(keys, tiling.columns)](
             *operands,
             *(bf16_operands(common.query, query, common.second_query, second_query) if wants.key else (grads, grads)),
             *rest,
@@ -319,24 +432,44 @@ def mix_backward(
             **constants,
             WANTS_KEY=wants_key,
             WANTS_VALUE=wants.value,
-            CHUNKS=_chunks(tiling, constants),
+            CHUNK=_chunk(tiling, constants["WIDTH"]),
             **tiling.options,
             FOLD=tiling.fold,
         )
 
-    found = (of_query, None if shared else of_key, of_value, of_second_query, of_second_key, of_bias if wants.key else None)
     if is_chunked and (wants.query or wants.key):
-        first = (common.query, common.key, query, key, of_query, of_key, scale, of_keys[0], of_queries[0])
-        products = [_Factors(*first)]
-        if second_query is not None:
-            more = (common.second_query, common.second_key, second_query, second_key, of_second_query, of_second_key)
-            products.append(_Factors(*more, second_scale, of_keys[1], of_queries[1]))
-        _wide_gradients(products, over_keys, slopes, causal, types)
+        assert key is query
+        padded, length = common.constants["WIDTH"], _padded_length(query)
+        tiling = _choose_product_tiling(padded, slopes, max(of_keys[0], of_queries[0]), query.device)
+        matrix = torch.empty(slopes, groups, length, length, dtype=types.bf16, device=query.device)
+        written = triton.Slopes(matrix, _slopes_of(query), length, tiling.rows + tiling.inner)
+        over_keys(written, True)
+        if of_query is not None:
+            triton.slope_product[groups * cdiv(queries, tiling.rows) * (padded // tiling.columns),](
+                written,
+                bf16_operand(common.query, query),
+                bf16_operand(common.key, key),
+                of_query,
+                queries,
+                width,
+                scale,
+                WIDTH=padded,
+                SLOPES=slopes,
+                QUERY_PARTS=of_keys[0],
+                KEY_PARTS=of_queries[0],
+                CAUSAL=causal,
+                ASK=queries % tiling.inner != 0,
+                ROWS=tiling.rows,
+                COLUMNS=tiling.columns,
+                INNER=tiling.inner,
+                num_warps=tiling.warps,
+                num_stages=tiling.stages,
+            )
     elif wants.key or wants.value:
-        over_keys(wide.Slopes(grad, 0, 0, 0, 0, 0), keys, wants.key)
+        over_keys(triton.Slopes(grad, 0, 0, 0), wants.key)
     if wants.query and not is_chunked:
         constants = {**common.constants, "PARTS": (*part_counts, *of_queries), "SLOPES": slopes}
-        tiling = choose_tiling("query", constants, query.device, False)
+        tiling = _choose_tiling("query", constants, query.device, False)
         triton.query_gradient[groups, cdiv(queries, tiling.rows)](
             *operands,
             *bf16_operands(common.key, key, common.second_key, second_key),
@@ -349,100 +482,9 @@ def mix_backward(
             scale,
             second_scale,
             **constants,
-            CHUNKS=(0, 0),
+            CHUNK=0,
             SHARED=shared,
             **tiling.options,
             FOLD=tiling.fold,
         )
-    operands = (*rows, bias)
-    return tuple(None if each is None else each.to(row.dtype) for each, row in zip(found, operands, strict=True))
-
-
-class _Factors(NamedTuple):
-    """What slopes are multiplied with for the gradients of one product, and where to write these, in float32."""
-
-    query: Parts
-    key: Parts
-    query_rows: Tensor
-    key_rows: Tensor
-    of_query: Tensor | None  # None: not wanted
-    of_key: Tensor | None  # the same object as `of_query` where keys equal queries: their sum
-    scale: float
-    query_parts: int
-    key_parts: int
-
-
-def _wide_gradients(
-    products: Sequence[_Factors],
-    over_keys: Callable[[wide.Slopes, int, bool], None],
-    slope_parts: int,
-    causal: bool,
-    types: PartTypes,
-) -> None:
-    """Write the gradients of wide queries and keys, and what `over_keys` writes: for some keys at a time (wide.py)."""
-    (groups, queries, _), keys = products[0].query_rows.shape, products[0].key_rows.shape[1]
-    device = products[0].query_rows.device
-    length = cdiv(queries, PADDING) * PADDING
-    span = min(max(SLOPES_HELD // (groups * length) // PADDING, 1), cdiv(keys, PADDING)) * PADDING
-    held_slopes = torch.empty(slope_parts, groups, span, length, dtype=types.bf16, device=device)
-    tilings = [
-        choose_product_tiling(part_width(factors.query_rows.shape[2]), slope_parts, max(factors[-2:]), device)
-        for factors in products
-    ]
-    reach = max(tiling.rows + tiling.inner for tiling in tilings)
-    for origin in range(0, keys, span):
-        held = min(span, keys - origin)
-        slopes = wide.Slopes(held_slopes, groups * span * length, span, length, origin, reach)
-        over_keys(slopes, held, True)
-        for factors, tiling in zip(products, tilings, strict=True):
-            shared = factors.of_key is factors.of_query
-            together = shared and span >= keys  # one launch writes the sum
-            multiply = functools.partial(_multiply_slopes, slopes, held, factors, tiling, slope_parts, causal)
-            if factors.of_query is not None:
-                multiply(of_queries=True, of_keys=together, add=origin > 0)
-            if factors.of_key is not None and not together:
-                multiply(of_queries=False, of_keys=True, add=shared)
-
-
-def _multiply_slopes(
-    slopes: wide.Slopes,
-    held: int,
-    factors: _Factors,
-    tiling: ProductTiling,
-    slope_parts: int,
-    causal: bool,
-    *,
-    of_queries: bool,
-    of_keys: bool,
-    add: bool,
-) -> None:
-    """Write the gradient of the queries, of the held keys, or the sum of both."""
-    (groups, queries, width), keys = factors.query_rows.shape, factors.key_rows.shape[1]
-    padded = part_width(width)
-    blocks = cdiv(queries if of_queries else held, tiling.rows)
-    wide.slope_product[groups * blocks * (padded // tiling.columns),](
-        slopes,
-        bf16_operand(factors.query, factors.query_rows),
-        bf16_operand(factors.key, factors.key_rows),
-        factors.of_query if of_queries else factors.of_key,
-        held,
-        queries,
-        keys,
-        width,
-        factors.scale,
-        WIDTH=padded,
-        SLOPES=slope_parts,
-        QUERY_PARTS=factors.query_parts,
-        KEY_PARTS=factors.key_parts,
-        CAUSAL=causal,
-        OF_QUERIES=of_queries,
-        OF_KEYS=of_keys,
-        ADD=add,
-        ASK_QUERIES=queries % tiling.inner != 0,
-        ASK_KEYS=held % tiling.inner != 0,
-        ROWS=tiling.rows,
-        COLUMNS=tiling.columns,
-        INNER=tiling.inner,
-        num_warps=tiling.warps,
-        num_stages=tiling.stages,
-    )
+    return of_query, None if shared else of_key, of_value, of_second_query, of_second_key, of_bias if wants.key else None

@@ -1,0 +1,325 @@
+"""The tables of a comparison. Each is made once, for the page and, with `brief` differences, for the terminal."""
+
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from holdfast.metrics import Difference
+from holdfast.metrics.paired import EVERYTHING, FEWEST_SEEDS
+from holdfast.report.page_shell import decimal, listed, percent, rise
+from holdfast.report.tables import Table
+from holdfast.routing.grammar import written_pairs, written_value
+from holdfast.train.image_task import HELD_OUT
+from holdfast.train.results import CellResult, DomainRow, Layer, Results, Row, RowCost
+
+COST = "cost of the attack on untouched words"
+CHANGED = "predictions that the attack changes"
+KEPT = "{}, untouched words"
+EQUAL_COMPUTE = "difference to equal compute"
+ONLY_ON_PAGES = ("seeds", KEPT.format("clean"), KEPT.format("attacked"), CHANGED, EQUAL_COMPUTE)
+COVERED = "95% intervals cover seeds and test examples from 3 seeds on; with fewer, these models only."
+NONE = decimal(None)
+
+
+def mean_of(values: Iterable[Any], read: Callable[[Any], float | None]) -> float | None:
+    """Return the mean over the values that have a number; None if none has."""
+    numbers = [number for number in map(read, values) if number is not None]
+    return statistics.fmean(numbers) if numbers else None
+
+
+def difference_cell(
+    results: Results, row: Row | DomainRow, difference: Difference | None, brief: int | None = None, missing: str = NONE
+) -> str:
+    """Return a difference to the baseline as a cell; `brief` is the number of decimals of its short form."""
+    if results.is_baseline(row):
+        return "baseline"
+    if difference is None:
+        return (row.apart if isinstance(row, Row) else None) or results.baseline.apart or missing
+    return difference.words if brief is None else difference.brief(brief)
+
+
+def main_table(results: Results, *, brief: bool = False) -> Table:
+    """Return how well the models of each router predict."""
+    measure, rows = results.run.measure, results.rows
+    name, digits = measure.name, measure.digits
+    costs, some = any(row.cost for row in rows), any(row.attacks_some for row in rows)
+
+    def difference(row: Row, found: Difference | None, figure: float | None) -> str:
+        missing = "not defined" if figure is None else "no seed in common"
+        return difference_cell(results, row, found, digits if brief else None, missing)
+
+    def cells(row: Row) -> Iterator[tuple[str, str]]:
+        yield "router", row.name
+        for key in results.swept:
+            yield key, written_value(row.settings[key]) if key in row.settings else NONE
+        yield "seeds", str(len(row.seeds))
+        yield "parameters", f"{row.parameters:,}"
+        yield "experts per token", decimal(row.experts_per_token)
+        yield f"clean {name}", decimal(row.clean, digits)
+        yield "difference, clean", difference(row, row.clean_difference, row.clean)
+        if some:
+            yield f"clean {name}, attacked examples", decimal(row.clean_beside_attacked, digits)
+        yield f"attacked {name}", decimal(row.attacked, digits)
+        if not (brief and costs):
+            yield "difference, attacked", difference(row, row.attacked_difference, row.attacked)
+        if results.targets_are_attacked:
+            yield KEPT.format("clean"), decimal(row.clean_kept)
+            yield KEPT.format("attacked"), decimal(row.attacked_kept)
+        if costs:
+            yield COST, _cost(row.cost, brief)
+        if any(one.predictions_changed is not None for one in rows):
+            yield CHANGED, percent(row.predictions_changed)
+        if any(one.equal_compute for one in rows):
+            found = row.equal_compute
+            yield EQUAL_COMPUTE, NONE if found is None else f"to {found.router}: {found.difference.words}"
+
+    table = Table.of("Results", (dict(cells(row)) for row in rows), _main_note(results))
+    return table.without(*ONLY_ON_PAGES) if brief else table
+
+
+def _cost(cost: RowCost | None, brief: bool) -> str:
+    """Return the cost of the attack as the rise of the perplexity."""
+    if cost is None:
+        return NONE
+    if not brief or cost.low is None or cost.high is None:
+        return cost.words
+    only = "" if cost.over == EVERYTHING else f",\n{cost.over}"
+    return f"{rise(cost.mean):+.2f}%\n({rise(cost.low):+.2f} to {rise(cost.high):+.2f}){only}"
+
+
+def _main_note(results: Results) -> str:
+    measure, baseline = results.run.measure, results.baseline
+    note = (
+        f"{measure.sentence} Means over seeds; differences to {baseline.router}, paired by seed and by test example. "
+        f"{COVERED} The attack: {measure.attack}."
+    )
+    if baseline.attacks_some:
+        note += f" {baseline.examples['attacked']} of {baseline.examples['clean']} test examples were attacked."
+    if apart := dict.fromkeys(row.apart for row in results.rows if row.apart):
+        note += f" A row that {listed(list(apart))} has an easier task and is not compared."
+    if results.swept:
+        note += " Rows are compared with the baseline of the same setting."
+    if results.targets_are_attacked:
+        note += (
+            " The attack also changes the targets, so compare routers within a column, not columns with each other; only "
+            "the columns of untouched words have the same targets."
+        )
+    if any(row.cost for row in results.rows):
+        note += (
+            " The cost is the rise of the perplexity of untouched words, paired word by word, with its 95% interval over "
+            "seeds and blocks of the text."
+        )
+    return note
+
+
+def domain_table(results: Results, *, brief: bool = False) -> Table:
+    """Return the accuracy on every held-out domain, the mean and the worst, with differences; empty for other tasks."""
+    domains = list(dict.fromkeys(domain for row in results.domains for domain in row.accuracy))
+
+    def cells(row: DomainRow) -> Iterator[tuple[str, str]]:
+        yield "router", ", ".join(filter(None, [row.router, written_pairs(row.settings)]))
+        yield "seeds", str(len(row.seeds))
+        for domain in domains:
+            level = row.accuracy.get(domain)
+            yield f"{domain}, %", decimal(level.mean if level else None)
+        for name, level, found in (("mean", row.mean, row.mean_difference), ("worst", row.worst, row.worst_difference)):
+            yield f"{name}, %", decimal(level.mean) if brief else _with_interval(level)
+            difference = difference_cell(results, row, found, 2 if brief else None, "no seed in common")
+            yield f"{name}, difference", difference
+
+    note = (
+        "Accuracy on the whole held-out domain of models that were trained on the others, in percent; higher is better. "
+        "Mean and worst are over the held-out domains of each seed, then means over the seeds that have all of them, with "
+        f"differences to {results.baseline.router}, paired by seed and by image. From {FEWEST_SEEDS} seeds on, 95% "
+        "intervals cover seeds and images."
+    )
+    return Table.of("Held-out domains", (dict(cells(row)) for row in results.domains), note)
+
+
+def _with_interval(level: Difference) -> str:
+    if level.low is None or level.high is None:
+        return decimal(level.mean)
+    only = "" if level.over == EVERYTHING else f", {level.over}"
+    return f"{decimal(level.mean)} (95% interval {decimal(level.low)} to {decimal(level.high)}{only})"
+
+
+def settings_table(results: Results) -> Table:
+    """Return the settings of a sweep side by side: the clean and the attacked result of every router.
+
+    The table is empty without a sweep, and if only the held-out domain differs: `domain_table` compares domains.
+    """
+    names = {row.router: row.name for row in results.rows}
+    rows = {(row.router, row.setting_label): row for row in results.rows}
+    digits, some = results.run.measure.digits, any(row.attacks_some for row in results.rows)
+
+    def cells(setting: str) -> Iterator[tuple[str, str]]:
+        yield "setting", setting
+        for router, name in names.items():
+            row = rows.get((router, setting))
+            clean = None if row is None else row.clean_beside_attacked if some else row.clean
+            yield f"{name}, clean{', attacked examples' if some else ''}", decimal(clean, digits)
+            yield f"{name}, attacked", decimal(row.attacked if row else None, digits)
+
+    is_shown = results.swept and not (results.domains and results.swept == [HELD_OUT])
+    equal = (
+        "Settings with the same held-out domain have the same test data, and the attack is the same in all."
+        if results.domains
+        else "The test data and the attack are the same in all settings."
+    )
+    note = f"{results.run.measure.sentence} Means over seeds. {equal}"
+    return Table.of("Settings side by side", (dict(cells(one)) for one in results.settings if is_shown), note)
+
+
+def metrics_table(results: Results, *, brief: bool = False) -> Table:
+    """Return the further metrics of the recipe; empty if it has none."""
+    metrics, some = results.run.metrics, any(row.attacks_some for row in results.rows)
+
+    def cells(row: Row) -> Iterator[tuple[str, str]]:
+        yield "router", row.label
+        for name in (metric.name for metric in metrics):
+            if (found := row.metrics.get(name)) is not None:
+                short = 4 if brief else None
+                yield f"{name}, clean", decimal(found.clean, 4)
+                yield f"{name}, clean, difference", difference_cell(results, row, found.clean_difference, short)
+                if some:
+                    yield f"{name}, clean, attacked examples", decimal(found.attacked_clean, 4)
+                yield f"{name}, attacked", decimal(found.attacked, 4)
+                yield f"{name}, attacked, difference", difference_cell(results, row, found.attacked_difference, short)
+
+    each = " ".join(f"{metric.name}: {metric.about}; {metric.better} is better." for metric in metrics)
+    note = f"{each} Means over seeds; differences to {results.baseline.router}, paired by seed."
+    return Table.of("Other metrics", (dict(cells(row)) for row in results.rows if metrics), note)
+
+
+def shifts_table(results: Results, *, brief: bool = False) -> Table:
+    """Return the results on shifted test sets; empty if there are none."""
+    tests = {name: shift.measure for row in results.rows for name, shift in row.shifts.items()}
+    better = {shift.measure: shift.better for row in results.rows for shift in row.shifts.values()}
+
+    def cells(row: Row) -> Iterator[tuple[str, str]]:
+        yield "router", row.label
+        for name, measure in tests.items():
+            shift = row.shifts.get(name)
+            yield f"{name}, {measure}", decimal(shift.figure if shift else None)
+            difference = shift.difference if shift else None
+            yield f"{name}, difference", difference_cell(results, row, difference, 2 if brief else None)
+
+    each = " ".join(f"{measure.partition(',')[0]}: {which} is better." for measure, which in better.items())
+    note = f"{each} Means over seeds; differences to {results.baseline.router}, paired by seed."
+    return Table.of("Shifted test sets", (dict(cells(row)) for row in results.rows if tests), note)
+
+
+def accuracy_table(results: Results, *, brief: bool = False) -> Table:
+    """Return the accuracy on clean images and under every attack; empty for other tasks."""
+    names = list(dict.fromkeys(name for row in results.rows for name in row.scores))
+    is_shown = names and results.run.recipe.get("task") == "images"
+
+    def cells(row: Row) -> Iterator[tuple[str, str]]:
+        yield "router", row.label
+        for name in names:
+            score = row.scores.get(name)
+            if name != "clean":
+                yield f"clean, images of {name}", decimal(100 - score.clean if score and score.clean is not None else None)
+            yield name, _accuracy(score.level if score else None)
+            difference = -score.difference if score and score.difference else None  # of accuracies, not of errors
+            yield f"{name}, difference", difference_cell(results, row, difference, 2 if brief else None)
+
+    note = (
+        "The share of images that is classified correctly, in percent; higher is better. Means over seeds with 95% "
+        f"intervals{intervals_cover(results)}; differences to {results.baseline.router}, paired by seed and by image. "
+        f"Beside each attack stands the clean accuracy of the same images. {_counts_of_images(results)}"
+    )
+    return Table.of("Accuracy, clean and attacked", (dict(cells(row)) for row in results.rows if is_shown), note)
+
+
+def _accuracy(error: Difference | None) -> str:
+    if error is None:
+        return NONE
+    if error.low is None or error.high is None:
+        return decimal(100 - error.mean)
+    return f"{decimal(100 - error.mean)} ({decimal(100 - error.high)} to {decimal(100 - error.low)})"
+
+
+def intervals_cover(results: Results) -> str:
+    """Return what the intervals of the rows cover, as an addition to the word."""
+    levels = [score.level for row in results.rows for score in row.scores.values()]
+    overs = dict.fromkeys(level.over for level in levels if level and level.over)
+    return f" ({', '.join(overs)})" if overs else ""
+
+
+def _counts_of_images(results: Results) -> str:
+    """Return on how many test images each column was measured, as far as it is stored."""
+    counts: dict[str, int] = {}
+    for cell in results.cells:
+        stored = {"clean": cell.clean.examples, **{name: trial.examples for name, trial in cell.trials.items()}}
+        # The same in every cell: they follow from the recipe.
+        counts |= {name: count for name, count in stored.items() if count is not None}
+    parts = [f"{name} {count:,}" for name, count in counts.items()]
+    return f"Test images: {', '.join(parts)}." if parts else ""
+
+
+def attacks_table(results: Results) -> Table:
+    """Return the result under every attack; empty if there was no attack, or if `accuracy_table` has them."""
+    names = attack_names(results) if results.run.recipe.get("task") != "images" else []
+    with_cost = {name for cell in results.cells for name, trial in cell.trials.items() if trial.cost}
+
+    def cells(row: Row) -> Iterator[tuple[str, str]]:
+        yield "router", row.label
+        for name in names:
+            trials = [cell.trials[name] for cell in results.cells_of(row) if name in cell.trials]
+            yield name, decimal(mean_of(trials, lambda trial: trial.figure), results.run.measure.digits)
+            if name in with_cost:
+                nats = mean_of(trials, lambda trial: trial.cost and trial.cost.mean)
+                yield f"{name}, cost on untouched words", NONE if nats is None else f"{rise(nats):+.2f}%"
+            changed = mean_of(trials, lambda trial: trial.predictions_changed)
+            if changed is not None:
+                yield f"{name}, predictions changed", percent(changed)
+
+    note = f"{results.run.measure.sentence} Means over seeds."
+    if results.targets_are_attacked:
+        note += (
+            " A misspelt word is often the unknown word, which is easy to predict, so a result may be below the clean one; "
+            "the cost is measured on the untouched words."
+        )
+    return Table.of("Every attack", (dict(cells(row)) for row in results.rows if names), note)
+
+
+def attack_names(results: Results) -> list[str]:
+    """Return the names of all attacks, in the order of the stored results."""
+    return list(dict.fromkeys(name for cell in results.cells for name in cell.trials))
+
+
+def routing_table(results: Results) -> Table:
+    """Return the routing metrics on clean data, means over layers and seeds."""
+    every = [layer for cell in results.cells for layer in cell.clean.routing.layers]
+    widths = sorted({strip.width for layer in every for strip in layer.near_ties.strips})
+    limited = any(layer.dropped for layer in every)
+
+    def cells(row: Row) -> Iterator[tuple[str, str]]:
+        cells = results.cells_of(row)
+        layers = [layer for cell in cells for layer in cell.clean.routing.layers]
+        yield "router", row.label
+        yield "entropy, nats", decimal(mean_of(layers, lambda layer: layer.entropy), 3)
+        yield "load unevenness (CV)", decimal(mean_of(layers, lambda layer: layer.load.cv), 3)
+        yield "dead experts per run", decimal(mean_of(cells, _dead), 1)
+        if limited:
+            yield "dropped experts", percent(mean_of(layers, lambda layer: layer.dropped and layer.dropped.share))
+        apart = mean_of(layers, lambda layer: layer.instability)
+        yield "pairs of tokens separated or joined by the next layer", percent(apart)
+        for width in widths:  # the widths of all routers, so that all rows have the same columns
+            yield f"near-ties ({width:g})", percent(mean_of(_shares(layers, width), float))
+
+    note = (
+        "On clean data, means over layers and seeds. A dead expert is one that no token selected. Near-ties (w): tokens "
+        "whose last selected expert and the next differ by less than w."
+    )
+    return Table.of("Routing metrics", (dict(cells(row)) for row in results.rows), note)
+
+
+def _dead(cell: CellResult) -> float:
+    return float(sum(len(layer.load.dead) for layer in cell.clean.routing.layers))
+
+
+def _shares(layers: Sequence[Layer], width: float) -> list[float]:
+    strips = [strip for layer in layers for strip in layer.near_ties.strips if strip.width == width]
+    return [strip.share for strip in strips if strip.share is not None]

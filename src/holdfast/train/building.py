@@ -1,0 +1,283 @@
+"""Build the model of a recipe with a router; and build all of a run before the first is trained.
+
+put_router    `sparsify` a dense model, `reroute` one that has experts
+build_model   a fresh model with a router; weights that two routers share start bit-identical
+preflight     build every router of a run on the `meta` device, with all sizes and without values, by the functions that
+              build the real ones, so that a mistake in the last router costs seconds. Nothing is written. No forward is
+              run, because neither transformers' attention masks nor autocast work without values; what a forward would
+              refuse because the task cannot supply it is found from what routers declare that they read
+"""
+
+import hashlib
+import logging
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from holdfast.hub import reroute, sparsify
+from holdfast.hub.convert import choose_layers, set_losses
+from holdfast.hub.families import DENSE_FAMILIES, dense_family, find_submodule, mixer_of, moe_family
+from holdfast.hub.install import specs_of
+from holdfast.hub.layers import is_moe, layer_infos, moe_layers
+from holdfast.hub.replacements import SparseLayer
+from holdfast.hub.specs import LayerSpec
+from holdfast.model_size import in_gib, memory_for_training
+from holdfast.planning.meta_model import Change, Choice, sparsify_on_meta
+from holdfast.planning.planning import CONFIG_ERRORS
+from holdfast.routing import Router
+from holdfast.routing.layer_names import resolve_layers, routers_by_layer
+from holdfast.train.recipe import Recipe, RouterChoice, SparsePart
+from holdfast.train.start import wrong_entries
+from holdfast.train.task import Task, forward
+from holdfast.train.trainer_loop import processes
+
+DEFAULT_K = 2  # experts per token in a layer that was dense
+
+
+def put_router(model: Any, recipe: Recipe, choice: RouterChoice) -> bool:
+    """Give the model the router, in place; return whether the model was dense and has new experts now."""
+    sparse, losses = recipe.sparse, recipe.router_losses()
+    k = sparse.k if choice.k is None else choice.k
+    if is_moe(model):
+        _require_no_contradiction(sparse, model, recipe.model.checkpoint)
+        if _has_router(model, choice, k):
+            set_losses(model, losses)
+        else:
+            reroute(model, choice.router, k=k, losses=losses, **choice.options)
+        return False
+    if sparse.experts is None:
+        raise ValueError(f"{recipe.model.checkpoint} is a dense model: set sparse.experts to the number of experts.")
+    k, copied = DEFAULT_K if k is None else k, starts_with_copies(recipe)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        change = Change(sparse.experts, k, sparse.layers, sparse.hidden, copied, losses, sparse.shared)
+        sparsify_on_meta(model, Choice(choice.name, choice.router, choice.options, choice.k), change)
+        return True
+    sparsify(
+        model,
+        experts=sparse.experts,
+        k=k,
+        hidden=sparse.hidden,
+        shared=sparse.shared,
+        layers=sparse.layers,
+        init="copy" if copied else "random",
+        router=choice.router,
+        losses=losses,
+        router_options=choice.options,
+    )
+    return True
+
+
+def starts_with_copies(recipe: Recipe) -> bool:
+    """Return whether experts start as copies of a dense network: by default those of a checkpoint do."""
+    init = recipe.sparse.init or ("copy" if recipe.model.checkpoint is not None else "random")
+    return init == "copy"
+
+
+def _has_router(model: Any, choice: RouterChoice, k: int | None) -> bool:
+    """Return whether every MoE layer has this router already, with these options: then it keeps its state."""
+    specs, names = specs_of(model), [layer.name for layer in moe_layers(model)]
+    wanted = routers_by_layer(resolve_layers(choice.router, dict(choice.options), k=k), len(names))
+    for name, one in zip(names, wanted, strict=True):
+        own = specs.get(name)
+        if own is None or one is None:
+            return False
+        other = LayerSpec(one.router, own.k if one.k is None else one.k, one.options)
+        if (own.router, own.k, dict(own.options)) != (other.router, other.k, dict(other.options)):
+            return False
+    return True
+
+
+def _require_no_contradiction(sparse: SparsePart, model: Any, checkpoint: str | None) -> None:
+    """Raise ValueError if the section `sparse` describes other experts than the model has."""
+    found, specs = moe_layers(model), specs_of(model)
+    own: dict[str, set[Any]] = {
+        "experts": {info.experts for info in layer_infos(found)},
+        "hidden": {layer.experts.down_proj.shape[-1] for layer in found if hasattr(layer.experts, "down_proj")},
+        "shared": {spec.shared for spec in specs.values()},
+    }
+    for name, values in own.items():
+        given = getattr(sparse, name)
+        if given is not None and values != {given}:
+            has = " and ".join(sorted(map(str, values))) or "its own"
+            raise ValueError(f"sparse.{name} is {given}, and {checkpoint} has {has} already; {_leave_out(name)}.")
+    if sparse.init is not None:
+        raise ValueError(f"sparse.init is for dense models, and {checkpoint} has experts; {_leave_out('init')}.")
+    if sparse.layers != "all" and _chosen(sparse, model) != [layer.name for layer in found]:
+        raise ValueError(
+            f"sparse.layers is {sparse.layers}, and {checkpoint} has experts in other layers; {_leave_out('layers', 'all')}."
+        )
+
+
+def _leave_out(name: str, value: str = "null") -> str:
+    return f"leave it out (--set sparse.{name}={value})"
+
+
+def _chosen(sparse: SparsePart, model: Any) -> list[str]:
+    """Return the names of the layers that `sparse.layers` chooses among all transformer layers of the model."""
+    names: dict[str, None] = {}  # an ordered set: rows of one family may share a place
+    if model.config.model_type in DENSE_FAMILIES:
+        for name, module in model.named_modules():
+            for row in dense_family(model).rows:
+                if all(find_submodule(module, path) is not None for path in (row.attention, row.projection, row.place)):
+                    names[f"{name}.{row.place}"] = None
+    else:
+        family = moe_family(model)
+        for name, module in model.named_modules():
+            if mixer_of(family, module) is not None and find_submodule(module, family.block) is not None:
+                names[f"{name}.{family.block}"] = None
+    return [list(names)[index] for index in choose_layers(sparse.layers, len(names))]
+
+
+def build_model(task: Task, router: str, options: Mapping[str, Any], *, seed: int, k: int | None = None) -> Any:
+    """Return the recipe's model with a router. Weights that two routers have in common start bit-identical."""
+    torch.manual_seed(seed)
+    model = task.initial_model()
+    was_dense = put_router(model, task.recipe, RouterChoice(router, router, options, k))
+    _use_token_counts(model, task)
+    if was_dense:
+        std = float(getattr(model.config, "initializer_range", 0.02))
+        _draw_shared_weights(model, seed, std, experts=not starts_with_copies(task.recipe))
+    return model
+
+
+def _use_token_counts(model: nn.Module, task: Task) -> None:
+    """Tell the routers that ask for it (`hash[balanced=true]`) how often each token id occurs in the training data."""
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    routers = [router for router in routers if any(part.declares.wants_token_counts for part in router.parts)]
+    counts = task.token_counts() if routers else None
+    if counts is not None:
+        for router in routers:
+            router.use_token_counts(counts)
+
+
+@torch.no_grad()
+def _draw_shared_weights(model: nn.Module, seed: int, std: float, *, experts: bool) -> None:
+    """Draw scores, and `experts` too, each from the seed and its own name, whatever else the router draws."""
+    in_routers = {
+        id(parameter) for module in model.modules() if isinstance(module, Router) for parameter in module.parameters()
+    }
+    in_layers = {
+        id(parameter) for module in model.modules() if isinstance(module, SparseLayer) for parameter in module.parameters()
+    }
+    for name, parameter in model.named_parameters():
+        common_name = name.replace(".score.base.", ".score.")  # AC wraps the score it clusters
+        digest = hashlib.sha256(f"{seed} {common_name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:6], "big"))
+        is_expert = id(parameter) in in_layers and (".experts." in name or ".shared." in name)
+        if experts and is_expert and not name.endswith("bias"):
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+        elif id(parameter) in in_routers and common_name.endswith("router.score.weight"):
+            bound = 1 / math.sqrt(parameter.shape[1])
+            parameter.copy_((2 * torch.rand(parameter.shape, generator=generator) - 1) * bound)
+
+
+logger = logging.getLogger("holdfast")
+
+BYTES_PER_PARAMETER = 16  # a weight, its gradient and two moments in float32
+
+# Fields of a `Context` that not every task supplies, the model's input that they are made from, and what they are.
+INPUTS_OF_FIELDS = {
+    "token_ids": ("input_ids", "token ids"),
+    "modality": ("modality", "the modality of each token"),
+}
+
+
+def preflight(task: Task, choices: Sequence[RouterChoice], *, report_size: bool = True) -> None:
+    """Build the task's model with each router on `meta`; raise ValueError for the first router that cannot be used.
+
+    report_size     log what decides how long a step takes
+    """
+    built = []
+    for number, choice in enumerate(choices):
+        with torch.device("meta"):
+            model = task.initial_model()  # an error here is one of the recipe, not of a router
+        if number == 0 and report_size:
+            _report_size(task, model)
+        try:
+            with torch.device("meta"), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the real model will warn
+                put_router(model, task.recipe, choice)
+            for moe_layer in moe_layers(model):
+                _require_readable(moe_layer.router, task)
+        except ValueError as problem:
+            raise ValueError(f"router {choice.name!r} cannot be trained with this recipe: {problem}") from problem
+        built.append(model)
+    for model in built:
+        _require_memory(task, model)
+
+
+def _report_size(task: Task, model: Any) -> None:
+    """Log what decides how long a step takes, and a warning if it could be made shorter."""
+    line, warning = task.size_line(model), task.size_warning(model)
+    if line is not None:
+        logger.info("%s.", line)
+    if warning is not None:
+        logger.warning("%s", warning)
+
+
+def _require_memory(task: Task, model: Any) -> None:
+    """Raise ValueError if training needs more memory than there is, even if only the following is counted.
+
+    For each parameter its weight, gradient and two moments of AdamW; for each example of a micro-batch its inputs and, of
+    texts, the embeddings and the logits. Several ranks may share the parameters and do share the examples.
+    """
+    training, probe = task.recipe.training, task.probe()
+    example = sum(tensor[0].numel() * tensor.element_size() for tensor in probe.values())
+    if "input_ids" in probe:
+        head = model.get_output_embeddings()
+        width = model.get_input_embeddings().weight.shape[1] + (0 if head is None else head.weight.shape[0])
+        example += probe["input_ids"].shape[1] * width * (2 if training.precision == "bf16" else 4)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    needed = (BYTES_PER_PARAMETER * parameters + training.batch * example) // processes()
+    memory = memory_for_training()
+    if memory is None or needed <= memory:
+        return
+    model_part, sparse = task.recipe.model, task.recipe.sparse
+    sizes = {f"model.config.{name}": value for name, value in model_part.config.items() if type(value) is int}
+    sizes |= {f"sparse.{name}": getattr(sparse, name) or 0 for name in ("experts", "hidden", "shared")}
+    sizes |= {"training.batch": training.batch, "data.length": task.recipe.data.length}
+    largest = max(sizes, key=lambda name: sizes[name])
+    raise ValueError(
+        f"{parameters:,} parameters and batches of {training.batch:,} need at least {in_gib(needed)} of memory, and there "
+        f"are {in_gib(memory)}; make the model or training.batch smaller (the largest size is {largest}={sizes[largest]:,})."
+    )
+
+
+def explain_failed_forward(task: Task, problem: Exception) -> None:
+    """Raise ValueError if a training failed because of the entries of `model.config`.
+
+    They are the cause if the model, without routers, fails on one example too: sizes of a config may contradict each other
+    without an error until the first forward.
+    """
+    config = task.recipe.model.config
+    inputs = {name: tensor[:1] for name, tensor in task.probe().items()}
+
+    def run(changed: Mapping[str, Any]) -> None:
+        part = replace(task.recipe.model, config=dict(changed))
+        forward(task.with_recipe(replace(task.recipe, model=part)).initial_model().train(), inputs)
+
+    try:
+        run(config)
+    except (*CONFIG_ERRORS, ValueError):
+        reason = " ".join(str(problem).split()) or type(problem).__name__
+        raise ValueError(f"{wrong_entries(config, run)}: the model cannot run ({reason}).") from problem
+
+
+def expert_count(task: Task) -> int:
+    """Return the number of experts of a layer; the smallest if the recipe's checkpoint has layers that differ."""
+    if task.recipe.sparse.experts is not None:
+        return task.recipe.sparse.experts
+    with torch.device("meta"):
+        return min(info.experts for info in layer_infos(moe_layers(task.initial_model())))
+
+
+def _require_readable(router: Router | None, task: Task) -> None:
+    """Raise ValueError if the router reads something that the inputs of this task do not have."""
+    for field, (name, words) in INPUTS_OF_FIELDS.items():
+        if router is not None and field in router.reads and name not in task.probe():
+            raise ValueError(f"it reads {words}, which the inputs of this task do not have.")
