@@ -206,7 +206,7 @@ def laws_of_ball(tokens: LayerTokens, router: Router | None, seed: int) -> dict[
 
 def _strip(router: Router | None) -> float | None:
     """Return the width of the strip of a router, in logits; None if it has none."""
-    width = None if router is None else router.select.snapshot().get("width")
+    width = None if router is None else router.select.declares.snapshot().get("width")
     return float(width) if width is not None and float(width) > 0 else None
 
 
