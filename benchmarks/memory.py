@@ -14,7 +14,7 @@ import torch
 import transformers
 
 import holdfast
-from holdfast.planning import resources
+from holdfast.planning import planning
 from holdfast.planning.model_shape import Setting, measure_shape
 
 SIZES = {
@@ -45,7 +45,7 @@ def measure(router: str, checkpointing: bool) -> dict[str, float | str | bool]:
     kept = torch.cuda.memory_allocated() - before
     output.loss.backward()
     peak = torch.cuda.max_memory_allocated() - before
-    planned = resources.training_memory(measure_shape(model, Setting(SEQUENCE, 2)), BATCH * SEQUENCE, 2, checkpointing)
+    planned = planning.training_memory(measure_shape(model, Setting(SEQUENCE, 2)), BATCH * SEQUENCE, 2, checkpointing)
     del model, output
     gc.collect()
     return {

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from holdfast.kernels.token_mixing import SecondProduct, softmax_mix
-from holdfast.routing import posterior
-from holdfast.routing.posterior import AttentionPosterior
+from holdfast.routing import token_graph
+from holdfast.routing.token_graph import AttentionPosterior
 from holdfast.train import load_trained
 from holdfast.train.snapshots import routings_of
 
@@ -56,7 +56,7 @@ def main() -> None:
         )
         return mixed
 
-    posterior.softmax_mix = watched  # type: ignore[attr-defined]
+    token_graph.softmax_mix = watched  # type: ignore[attr-defined]
     with torch.no_grad():
         routings_of(model, trained.task(given.data).probe())
     heads = [module.entropy.tolist() for module in model.modules() if isinstance(module, AttentionPosterior)]

@@ -12,7 +12,19 @@ import torch
 from torch import Tensor, nn
 
 import holdfast
-from holdfast.routing import Context, Cost, LayerSizes, Order, Router, Routing, Score, Values, gamma, linear_float32, unit
+from holdfast.routing import (
+    Context,
+    Cost,
+    Order,
+    Router,
+    Routing,
+    Score,
+    ScoreDeclarations,
+    Values,
+    gamma,
+    linear_float32,
+    unit,
+)
 from holdfast.testing import check_router
 
 
@@ -31,18 +43,15 @@ class LowRank(Score):
     def forward(self, tokens: Tensor, context: Context) -> Tensor:
         return linear_float32(linear_float32(tokens, self.down), self.up)
 
+    @property
+    def declares(self) -> ScoreDeclarations:
+        return ScoreDeclarations(cost=lambda sizes: Cost("score", kept=4 * (self.rank + sizes.experts)), order=self.order)
+
     def order(self, tokens: Tensor, context: Context) -> Order:
         up, down = self.up.detach().double(), self.down.detach().double()
         size = (up.abs() @ down.abs()).norm(dim=-1)
         terms = gamma(self.dim + self.rank + 8, unit(torch.float32))
-        return Order(matrix=up @ down, rounding=lambda lengths: terms * size * lengths)
-
-    def values(self, tokens: Tensor, context: Context) -> Values:
-        return Values()
-
-    def cost(self, sizes: LayerSizes) -> Cost:
-        forward = 2.0 * self.rank * (sizes.dim + sizes.experts)
-        return Cost("score", forward, backward=2 * forward, kept=4 * (self.rank + sizes.experts))
+        return Order(matrix=up @ down, rounding=lambda lengths: terms * size * lengths, values=Values())
 
 
 def reference(router: Router, tokens: Tensor, context: Context) -> Routing:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 import holdfast
-from holdfast.routing import Context, Cost, LayerSizes, Order, Score, Values, gamma, linear_float32, unit
+from holdfast.routing import Context, Cost, Order, Score, ScoreDeclarations, Values, gamma, linear_float32, unit
 
 
 @holdfast.register("distance", stage="score", about="minus half the squared distance to a centre", paper="this page")
@@ -23,6 +23,11 @@ class Distance(Score):
         lengths = tokens.float().square().sum(-1, keepdim=True) + self.centres.float().square().sum(-1)
         return (products - lengths / 2) / self.width**2
 
+    @property
+    def declares(self) -> ScoreDeclarations:
+        # For `plan`: the logits are kept for the backward.
+        return ScoreDeclarations(cost=lambda sizes: Cost("score", kept=4 * sizes.experts), order=self.order)
+
     def order(self, tokens: Tensor, context: Context) -> Order:
         """For `certify`: |x|^2 is the same for all experts, so x.c / width^2 - |c|^2 / (2 width^2) has the logits' order."""
         centres = self.centres.detach().double()
@@ -32,12 +37,5 @@ class Distance(Score):
             bias=-centres.square().sum(-1) / (2 * self.width**2),
             shifted=True,
             rounding=lambda lengths: terms * (lengths + longest) ** 2 / self.width**2,
+            values=Values(),  # the logits are these keys, up to that shift
         )
-
-    def values(self, tokens: Tensor, context: Context) -> Values:
-        return Values()  # the logits are these keys, up to that shift
-
-    def cost(self, sizes: LayerSizes) -> Cost:
-        """For `plan`: one product with the centres, its two gradients, and the logits kept for them."""
-        forward = 2.0 * sizes.dim * sizes.experts
-        return Cost("score", forward, backward=2 * forward, kept=4 * sizes.experts)

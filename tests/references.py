@@ -32,9 +32,9 @@ from holdfast.routing import (
 from holdfast.routing.capacity import Capacity
 from holdfast.routing.fixed import Distilled, EqualWeights, HashedIds
 from holdfast.routing.hierarchy import Hierarchical
-from holdfast.routing.modality import ModalityLinear
 from holdfast.routing.noise import GaussianNoise, GumbelNoise, ScaledNoise, UniformNoise
-from holdfast.routing.sparsemax import Sparsemax
+from holdfast.routing.scores import ModalityLinear
+from holdfast.routing.thresholds import Sparsemax
 
 Chosen = tuple[list[int], list[Tensor]]  # the experts of one token and their weights
 

@@ -14,6 +14,7 @@ from tiny import tiny
 import holdfast
 from holdfast.auditing.layer_certificates import certify_model
 from holdfast.planning import plan
+from holdfast.routing import ScoreDeclarations
 from holdfast.routing.presets import REGISTRY
 from holdfast.testing import CHECKS, check_router
 
@@ -68,16 +69,16 @@ def test_it_is_certified() -> None:
 
 def test_it_is_planned_with_its_cost() -> None:
     one, other = plan("mixtral", ["distance", "smoe"], sizes=SIZES).columns
-    assert "cost not declared" not in one.about
+    assert "not declared" not in one.about
     assert one.forward.parts["score"] == other.forward.parts["score"] == 2 * 2.0 * 64 * 8
     assert one.training.total == other.training.total
 
 
 def test_a_part_that_declares_no_cost_is_planned_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outside_router.Distance, "cost", lambda self, sizes: None)
+    monkeypatch.setattr(outside_router.Distance, "declares", ScoreDeclarations())
     (column,) = plan("mixtral", ["distance"], sizes=SIZES).columns
-    assert "Distance: cost not declared" in column.about
-    assert "score" not in column.forward.parts and column.router_parameters >= 2 * 64 * 8
+    assert "distance: memory not declared" in column.about
+    assert column.forward.parts["distance"] == 2 * 2.0 * 64 * 8 and column.router_parameters >= 2 * 64 * 8
 
 
 def test_it_is_saved_and_loaded(tmp_path: Path) -> None:

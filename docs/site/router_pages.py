@@ -32,6 +32,7 @@ from site_docstrings import option_texts, texts
 
 from holdfast.certificates import certify
 from holdfast.cli.routers import HEADS, VOCABULARY, WARM_UP, embedded_tokens, synthetic_context
+from holdfast.planning.model_shape import own_flops
 from holdfast.routing import Router
 from holdfast.routing.declarations import LayerSizes, NoCertificate
 from holdfast.routing.grammar import option_name
@@ -68,12 +69,12 @@ SIZES = LayerSizes(
     dim=2048,
     experts=64,
     length=2048,
-    mixed=2049 / 2,
     heads=16,
     key_width=128,
     value_width=128,
     number=2,
     expert_parameters=3 * 2048 * HIDDEN,
+    causal=True,
 )
 EXPERT_FLOPS = 6.0 * SIZES.dim * HIDDEN  # of one gated expert and one token, forward
 
@@ -318,14 +319,16 @@ def _traits(router: Router, exception: str) -> str:
 
 
 def _cost(preset: Preset) -> str:
-    """Return what the parts declare, for a layer of the sizes of docs/performance.md."""
+    """Return what the parts declare, and their FLOPs, for a layer of the sizes of docs/performance.md."""
     given = {"heads": SIZES.heads, "vocabulary": 50304}
     options: dict[str, Any] = {key: value for key, value in given.items() if key in REGISTRY.options(preset.name)}
     with torch.device("meta"):
         router = REGISTRY.build(preset.name, dim=SIZES.dim, experts=SIZES.experts, k=K, **options)
-    costs = [cost for part in router.all_parts if (cost := part.cost(SIZES)) is not None]
-    forward, training = sum(cost.forward for cost in costs), sum(cost.training for cost in costs)
-    active = router.select.active_experts(SIZES)
+    costs = [cost(SIZES) for part in router.all_parts if (cost := part.declares.cost) is not None]
+    flops = [counted for part in router.all_parts if (counted := own_flops(part, SIZES, torch.device("meta"))) is not None]
+    forward, training = sum(part.forward for part in flops), sum(part.training for part in flops)
+    declared = router.select.declares.active
+    active = None if declared is None else declared(SIZES)
     experts = float(SIZES.experts) if active is None else active.inference
     why = f" ({active.about.rstrip('.')})" if active is not None and active.about else ""
     share = f", {100 * forward / (experts * EXPERT_FLOPS):.2g}% of the experts'" if forward else ""
@@ -404,7 +407,7 @@ def _certificate(router: Router, batches: Sequence[tuple[Any, Any]]) -> str:
 
 def _has_core(router: Router) -> bool:
     """Return whether a token uses more experts than those that are certified."""
-    return router.select.core is not None and router.select.ragged
+    return router.select.declares.core is not None and router.select.ragged
 
 
 def _results(name: str) -> Iterator[str]:

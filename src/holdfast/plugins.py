@@ -6,8 +6,7 @@ A plugin registers routers (`holdfast.register`), datasets, attacks and metrics 
 A plugin file is code that Holdfast runs. Only the user can name one, on the command line or with `load_plugin`; a checkpoint
 or a recipe cannot. What is trained with a plugin stores its checksum, so that a later command can name the missing file.
 
-A package that registers something on import declares an entry point of the group `holdfast.plugins` (`holdfast.routers` is
-an older name for it):
+A package that registers something on import declares an entry point of the group `holdfast.plugins`:
 
     [project.entry-points."holdfast.plugins"]
     mine = "my_package.for_holdfast"
@@ -30,7 +29,7 @@ from holdfast.errors import unknown_name
 from holdfast.files import read_bytes
 
 say = logging.getLogger("holdfast")
-GROUPS = ("holdfast.plugins", "holdfast.routers")
+GROUP = "holdfast.plugins"
 SHOWN = 12  # characters of a checksum in messages and module names
 # Code of a plugin may raise anything, and must not end a command as if it had worked.
 PLUGIN_ERRORS = (Exception, SystemExit)
@@ -298,7 +297,7 @@ def _load_installed() -> None:
     """Import the installed packages that have an entry point; log a warning for each that fails."""
     for registry in _registries:  # each of them may be asked first
         registry.discover_with(None)
-    for entry in (entry for group in GROUPS for entry in entry_points(group=group)):
+    for entry in entry_points(group=GROUP):
         package = entry.name if entry.dist is None else f"{entry.dist.name} {entry.dist.version}"
         try:
             provides = _registered_by(entry.load)

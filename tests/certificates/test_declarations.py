@@ -12,10 +12,34 @@ from holdfast.attacks import attack_routes
 from holdfast.certificates import NORMS, NoCertificate, Norm, certify, rounding_errors
 from holdfast.kernels.fp32_linear import linear_float32
 from holdfast.kernels.select import top
-from holdfast.routing import Context, Informer, Linear, LinearScore, Router, Score, Scores, Selection, Selector, TopK, TopP
+from holdfast.routing import (
+    Context,
+    Informer,
+    InformerDeclarations,
+    Linear,
+    LinearScore,
+    Router,
+    Score,
+    ScoreDeclarations,
+    Scores,
+    Selection,
+    Selector,
+    SelectorDeclarations,
+    TopK,
+    TopP,
+)
 from holdfast.routing.bounds import gamma, unit
-from holdfast.routing.conditions import keep_above, keep_best
-from holdfast.routing.declarations import RELU, SIGMOID, SOFTMAX, Conditions, GateFunction, Order, Values
+from holdfast.routing.declarations import (
+    RELU,
+    SIGMOID,
+    SOFTMAX,
+    Conditions,
+    GateFunction,
+    Order,
+    Values,
+    keep_above,
+    keep_best,
+)
 from holdfast.routing.expert_graph import ExpertGraph
 from holdfast.routing.rules import Rule
 
@@ -34,6 +58,10 @@ class Distance(Score):
         lengths = tokens.float().square().sum(-1, keepdim=True) + self.centres.square().sum(-1)
         return linear_float32(tokens, self.centres) - lengths / 2
 
+    @property
+    def declares(self) -> ScoreDeclarations:
+        return ScoreDeclarations(order=self.order)
+
     def order(self, tokens: Tensor, context: Context) -> Order:
         squares = self.centres.detach().double().square().sum(-1)
         error = gamma(DIM + 4, unit(torch.float32))
@@ -42,10 +70,8 @@ class Distance(Score):
             bias=-squares / 2,
             shifted=True,
             rounding=lambda length: 3 * error * ((length + squares.sqrt()).square()),
+            values=Values(),
         )
-
-    def values(self, tokens: Tensor, context: Context) -> Values:
-        return Values()
 
 
 class Prototype(LinearScore):
@@ -65,8 +91,9 @@ class Prototype(LinearScore):
 
 
 class DeclaredPrototype(Prototype):
-    def order(self, tokens: Tensor, context: Context) -> Order:
-        return Order(self.matrix, bias=torch.arange(EXPERTS))
+    @property
+    def declares(self) -> ScoreDeclarations:
+        return ScoreDeclarations(order=lambda tokens, context: Order(self.matrix, bias=torch.arange(EXPERTS)))
 
 
 class WithinReach(Selector):
@@ -76,7 +103,7 @@ class WithinReach(Selector):
         experts = top(scores.logits, EXPERTS)
         in_use = scores.logits.gather(-1, experts) > 0.3
         weights = in_use.float() / in_use.sum(-1, keepdim=True).clamp_min(1)
-        return Selection(experts.where(in_use, EXPERTS), weights, scores.gates, {})
+        return Selection(experts.where(in_use, EXPERTS), weights, scores.gates)
 
     def held_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
         in_use = experts < EXPERTS
@@ -84,8 +111,9 @@ class WithinReach(Selector):
 
 
 class DeclaredWithinReach(WithinReach):
-    def conditions(self, scores: Scores) -> Conditions:
-        return keep_above(scores.logits, 0.3, "logits")
+    @property
+    def declares(self) -> SelectorDeclarations:
+        return SelectorDeclarations(conditions=lambda scores: keep_above(scores.logits, 0.3, "logits"))
 
 
 class Reverse(Informer):
@@ -98,13 +126,15 @@ class Reverse(Informer):
 
 
 class DeclaredReverse(Reverse):
-    def expert_graph(self) -> Tensor:
-        return torch.eye(EXPERTS).flip(0)
+    @property
+    def declares(self) -> InformerDeclarations:
+        return InformerDeclarations(graph=lambda: torch.eye(EXPERTS).flip(0))
 
 
 class Against(Reverse):
-    def expert_graph(self) -> Tensor:
-        return -torch.eye(EXPERTS)
+    @property
+    def declares(self) -> InformerDeclarations:
+        return InformerDeclarations(graph=lambda: -torch.eye(EXPERTS))
 
 
 class Blur(Informer):
@@ -218,33 +248,36 @@ def test_only_declared_gate_functions_are_certified(gate: GateFunction) -> None:
         def weigh(self, scores: Scores, experts: Tensor, in_use: Tensor, fade: Tensor | None, k: int) -> Tensor:
             return scores.gates.gather(-1, experts)
 
-    rule = Best()
-    rule.gate = gate
-    graph = ExpertGraph(EXPERTS, 2, init="identity")
-    made = Router(Linear(DIM, EXPERTS), TopK(DIM, EXPERTS, 2, rule=rule), [graph]).eval()
+    def build(gate: GateFunction) -> Router:
+        rule = Best()
+        rule.gate = gate
+        graph = ExpertGraph(EXPERTS, 2, init="identity")
+        return Router(Linear(DIM, EXPERTS), TopK(DIM, EXPERTS, 2, rule=rule), [graph]).eval()
+
+    made = build(gate)
     if gate.name in ("softmax", "sigmoid"):
         assert survives(made, tokens_of(), "l2") > 0.9
     else:
         with pytest.raises(NoCertificate, match=r"TopK under the rule Best"):
             certify(made, tokens_of())
-    unnamed = replace(gate, name="mine")
-    rule.gate = unnamed
     with pytest.raises(NoCertificate, match="'mine'"):
-        certify(made, tokens_of())
+        certify(build(replace(gate, name="mine")), tokens_of())
 
 
 def test_every_named_router_declares_the_sets_of_its_forward() -> None:
     """The set that the declared conditions keep is the set that was chosen, or the declared core of it."""
     for name in ("linear", "bias", "xmoe", "ac", "remoe", "smooth", "symphony row", "top-p", "symphony+smooth"):
         made, tokens, context = build(name)
-        order = made.score.order(tokens, context)
-        assert order is not None and made.score.values(tokens, context) is not None
+        declared_order, of_select = made.score.declares.order, made.select.declares
+        assert declared_order is not None and of_select.conditions is not None
+        order = declared_order(tokens, context)
+        assert order is not None and order.values is not None
         routing = made(tokens, context)
         logits, gates = routing.logits.unsqueeze(0), routing.gates.unsqueeze(0)
         scores = Scores.from_gates(gates, logits) if made.informers else Scores(logits, gates, informed=False, raw=logits)
-        declared = made.select.conditions(scores)
+        declared = of_select.conditions(scores)
         assert declared is not None
-        if made.select.core is None:
+        if of_select.core is None:
             assert torch.equal(declared.chosen, routing.chosen)
         else:
-            assert (declared.chosen.sum(1) == made.select.core).all() and not (declared.chosen & ~routing.chosen).any()
+            assert (declared.chosen.sum(1) == of_select.core).all() and not (declared.chosen & ~routing.chosen).any()

@@ -12,10 +12,11 @@ from certificates.test_odds import grid
 from torch import Tensor, nn
 
 from holdfast.certificates import NORMS, Gate, NoCertificate, Norm, certify
-from holdfast.routing import Router, Routing, Scores, create_router
-from holdfast.routing.conditions import best_groups, group_conditions
-from holdfast.routing.declarations import SIGMOID
-from holdfast.routing.selection import Rule, TopK
+from holdfast.routing import Router, Routing, Scores
+from holdfast.routing.declarations import SIGMOID, best_groups, group_conditions
+from holdfast.routing.presets import REGISTRY
+from holdfast.routing.registry import HostModel
+from holdfast.routing.rules import Rule
 
 
 def with_bias(gate: Gate, bias: list[float]) -> Gate:
@@ -114,11 +115,7 @@ def test_a_rule_without_conditions_is_refused() -> None:
 def rerouted(name: str, rule: Rule, experts: int, k: int) -> Router:
     """A router with a family's rule, as `reroute` makes it."""
     torch.manual_seed(0)
-    made = create_router(name, dim=12, experts=experts, k=k)
-    select = made.select
-    assert isinstance(select, TopK) or hasattr(select, "rule")
-    select.rule = rule  # type: ignore[assignment]
-    made.train()
+    made = REGISTRY.build(name, dim=12, experts=experts, k=k, host=HostModel(rule=rule)).train()
     for _ in range(5):
         made(2 * torch.randn(4, 16, 12))
     return made.eval()
@@ -130,11 +127,10 @@ def test_routers_under_the_rule_of_a_family_are_certified(name: str) -> None:
     source = generator(5)
 
     def core(routing: Routing) -> Tensor:
-        assert made.select.rule is not None
         logits, gates = routing.logits.unsqueeze(0), routing.gates.unsqueeze(0)
         informed = bool(made.informers)
         scores = Scores.from_gates(gates, logits) if informed else Scores(logits, gates, informed=False, raw=logits)
-        ranks = made.select.rule.ranks(scores)[0]  # type: ignore[union-attr, operator]
+        ranks = made.select.ranks(scores)[0]
         return torch.zeros_like(routing.chosen).scatter(1, ranks.topk(4, dim=1).indices, True)
 
     for norm in NORMS:

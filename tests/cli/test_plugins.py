@@ -173,8 +173,8 @@ def test_a_damaged_list_of_plugins_is_refused(stored: object) -> None:
         require_plugins(stored, "it")
 
 
-@pytest.fixture(params=plugins.GROUPS)
-def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Path:
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the file of a package that has an entry point, as if it were installed."""
 
     class Installed(Distribution):
@@ -184,7 +184,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.F
         def locate_file(self, path: object) -> Path:
             return tmp_path / str(path)
 
-    entry = EntryPoint("own", "own_routers", request.param)
+    entry = EntryPoint("own", "own_routers", plugins.GROUP)
     monkeypatch.setattr(plugins, "entry_points", lambda group: [entry._for(Installed())] if group == entry.group else [])  # type: ignore[attr-defined]
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "own_routers", raising=False)

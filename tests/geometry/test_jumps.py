@@ -19,7 +19,7 @@ from holdfast.geometry import (
 )
 from holdfast.metrics import nearest_flip
 from holdfast.routing import Router
-from holdfast.routing.sparsemax import sparsemax
+from holdfast.routing.thresholds import sparsemax
 
 
 def two_layers(name: str = "smoe") -> tuple[holdfast.MoE, holdfast.MoE, Tensor]:

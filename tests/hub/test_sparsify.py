@@ -229,8 +229,8 @@ def test_ac_is_plain_after_a_change_of_width(router: str, tmp_path: Path) -> Non
 def test_a_plan_builds_ac_where_widths_differ() -> None:
     model = build_on_meta(tiny_dense("swin").config, Choice.of("ac"), Change(experts=4))
     scores: list[Any] = [layer.router.score for layer in moe_layers(model) if layer.router is not None]
-    sizes = LayerSizes(dim=16, experts=4, length=64, mixed=64.0, heads=2, key_width=8, value_width=8, number=2)
-    assert [score.cost(sizes).forward > 0 for score in scores] == [False, True, False, True]
+    sizes = LayerSizes(dim=16, experts=4, length=64, heads=2, key_width=8, value_width=8, number=2)
+    assert [score.declares.cost(sizes).kept > 0 for score in scores] == [False, True, False, True]
 
 
 def test_a_model_can_be_rerouted_to_ac_where_widths_differ() -> None:

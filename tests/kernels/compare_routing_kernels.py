@@ -17,7 +17,6 @@ from holdfast.kernels.select import triton as select_triton
 from holdfast.kernels.statistics import midpoint, order_statistic
 from holdfast.kernels.statistics import triton as statistics_triton
 from holdfast.routing.clustering import FEWEST_TOKENS, MEMORY, SMALLEST_SPREAD, Clustered, feature_scales
-from holdfast.routing.posterior import ENTROPY_MEMORY, AttentionPosterior
 from holdfast.routing.records import Context
 from holdfast.routing.rules import Scores
 from holdfast.routing.scores import Linear
@@ -25,6 +24,7 @@ from holdfast.routing.selection import Softmax, TopK
 from holdfast.routing.smoothing import MEMORY as WIDTH_MEMORY
 from holdfast.routing.smoothing import SmoothTopK
 from holdfast.routing.state import is_set
+from holdfast.routing.token_graph import ENTROPY_MEMORY, AttentionPosterior
 
 CASES: list[tuple[Weighing, bool]] = [("softmax", False), ("raw", False), ("raw", True), ("shares", True)]
 WITHIN = {torch.float32: 1e-6, torch.float16: 2**-11, torch.bfloat16: 2**-8}

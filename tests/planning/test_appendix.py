@@ -23,11 +23,11 @@ def test_symphony_here_equals_the_planned_model() -> None:
     here = symphony_here(**DEEPSEEK)
     config = read_config("deepseek_v3")
     shape = measure_shape(build_on_meta(config, Choice("symphony", "symphony"), Change()), Setting(4096))
-    graphs = [cost for sparse in shape.sparse for cost in sparse.costs if cost.part == "expert graph"]
+    graphs = [sparse.part_flops["expert graph"] for sparse in shape.sparse]
     assert len(graphs) == 58
     assert shape.state == here.inference_bytes == here.training_bytes
-    assert sum(cost.forward for cost in graphs) * 4096 == here.inference_operations
-    assert sum(cost.training for cost in graphs) * 4096 == here.training_operations
+    assert sum(graph.forward for graph in graphs) * 4096 == here.inference_operations
+    assert sum(graph.training for graph in graphs) * 4096 == here.training_operations
     paper = symphony_by_the_paper(**DEEPSEEK, k=8)
     assert here.inference_operations == 2 * paper.inference_operations  # a multiply-add is 2
     assert here.inference_bytes == 2 * paper.inference_bytes + 58  # the staged counts, and a flag a layer

@@ -13,7 +13,7 @@ from tiny_dense import tiny_dense
 
 import holdfast
 from holdfast.planning.model_shape import Setting, measure_shape
-from holdfast.planning.resources import (
+from holdfast.planning.planning import (
     all_reduce_bytes,
     exchanged_bytes,
     gathered_bytes,

@@ -13,7 +13,7 @@ from tiny_dense import CONFIGS, inputs, tiny_dense
 import holdfast
 from holdfast.planning.meta_model import RECOGNISED, UNSUPPORTED
 from holdfast.planning.model_shape import Setting, measure_shape
-from holdfast.planning.resources import forward_flops, training_flops
+from holdfast.planning.planning import forward_flops, training_flops
 
 ROUTERS = ("smoe", "switch", "xmoe", "symphony", "similarity", "attention", "ac", "xmoe+ac", "symphony+similarity")
 SIZE = (2, 12)

@@ -12,7 +12,7 @@ from tiny_dense import tiny_dense
 
 import holdfast
 from holdfast.planning.model_shape import Setting, measure_shape
-from holdfast.planning.resources import activation_bytes, inference_memory, training_memory
+from holdfast.planning.planning import activation_bytes, inference_memory, training_memory
 from holdfast.routing import RouterCache
 
 TOKENS = 24

@@ -1,5 +1,6 @@
 """Noise before selection: in training only, with every selector, the same in a recomputation."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,19 @@ from torch.utils.checkpoint import checkpoint
 
 import holdfast
 from holdfast import Context, create_router
-from holdfast.routing import GaussianNoise, Linear, Noise, Router, Score, Scores, Selection, Selector, TopK, UniformNoise
+from holdfast.routing import (
+    GaussianNoise,
+    Linear,
+    Noise,
+    Router,
+    Score,
+    Scores,
+    Selection,
+    Selector,
+    SelectorDeclarations,
+    TopK,
+    UniformNoise,
+)
 from holdfast.routing.presets import REGISTRY
 
 SELECTORS = ("smoe", "switch", "top-p", "remoe", "smooth", "smoe-dropout", "symphony+smooth", "similarity+remoe", "ac+top-p")
@@ -162,7 +175,9 @@ def test_the_bracket_grammar_takes_noise_for_every_name() -> None:
 class FirstExpert(TopK):
     """A selector that reads no scores."""
 
-    takes_noise = False
+    @property
+    def declares(self) -> SelectorDeclarations:
+        return replace(super().declares, takes_noise=False)
 
     def forward(self, scores: Scores, tokens: Tensor, context: Context) -> Selection:
         raise NotImplementedError

@@ -9,7 +9,7 @@ import holdfast
 from holdfast.certificates import NoCertificate, certify
 from holdfast.routing import Scores
 from holdfast.routing.selection import TopK
-from holdfast.routing.sparsemax import SPARSEMAX, SparsemaxRule, sparsemax
+from holdfast.routing.thresholds import SPARSEMAX, SparsemaxRule, sparsemax
 
 
 def quadratic_programme(logits: Tensor) -> Tensor:

@@ -326,7 +326,9 @@ def test_a_captured_step_has_the_strips_of_an_eager_one() -> None:
     layer.router.select.get_buffer("seen").fill_(1)
     batches = [torch.randn(3, 40, 32, device="cuda") * (0.3 if step % 2 else 1.0) for step in range(6)]
     start = {name: value.clone() for name, value in layer.state_dict().items()}
-    eager = [(layer(tokens)[0].detach().clone(), layer.router.select.overflow.clone()) for tokens in batches]  # type: ignore[union-attr]
+    eager = [
+        (layer(tokens)[0].detach().clone(), layer.router.select.get_buffer("staged_overflow").clone()) for tokens in batches
+    ]
     given = batches[0].clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

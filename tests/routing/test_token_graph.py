@@ -12,7 +12,7 @@ import holdfast
 from holdfast import Context
 from holdfast.kernels.token_mixing import blocks
 from holdfast.routing import Attention, AttentionPosterior, Similarity, TokenGraph, VisibleTokens
-from holdfast.routing import posterior as posterior_module
+from holdfast.routing import token_graph as token_graph_module
 
 
 def attention(
@@ -241,7 +241,7 @@ def test_entropies_of_long_sequences_use_some_blocks_of_tokens(monkeypatch: pyte
     query, key = torch.randn(2, 2, 300, 4), torch.randn(2, 2, 300, 4)
     given = Attention(query, key, key, torch.nn.Linear(8, 12), torch.randn(2, 300, 12))
     real = torch.rand(2, 300) < 0.7
-    monkeypatch.setattr(posterior_module, "SAMPLE", 150)  # then every second block: tokens 64 to 127 and 192 to 255
+    monkeypatch.setattr(token_graph_module, "SAMPLE", 150)  # then every second block: tokens 64 to 127 and 192 to 255
     informer = AttentionPosterior(12, heads=2)
     informer(torch.rand(2, 300, 5), torch.rand(2, 300, 5), torch.zeros(2, 300, 12), Context(True, real, given))
     allowed = torch.ones(300, 300).tril().bool() & real[:, None, None, :]

@@ -14,8 +14,25 @@ from torch import Tensor
 
 import holdfast
 from holdfast.kernels.operators import refuse_second_derivatives
-from holdfast.routing import BaseAssignment, Context, Informer, Linear, Router, Scores, Selection, Selector, TopK, Traits
-from holdfast.routing.declarations import ActiveExperts, Conditions, Cost, LayerSizes
+from holdfast.routing import (
+    ActiveExperts,
+    BaseAssignment,
+    Conditions,
+    Context,
+    Cost,
+    Informer,
+    InformerDeclarations,
+    Linear,
+    Router,
+    ScoreDeclarations,
+    Scores,
+    Selection,
+    Selector,
+    SelectorDeclarations,
+    TopK,
+    Traits,
+    keep_best,
+)
 from holdfast.testing import CHECKS, check_router
 
 DIM, EXPERTS = 24, 7
@@ -60,6 +77,14 @@ class SeesTheFuture(toy_parts.RunningMean):
 
     def forward(self, gates: Tensor, logits: Tensor, tokens: Tensor, context: Context) -> Tensor:
         return super().forward(gates, logits, tokens, Context(token_mask=context.token_mask, cache=context.cache))
+
+
+class CheapCache(toy_parts.RunningMean):
+    """Declares too few bytes of its cache."""
+
+    @property
+    def declares(self) -> InformerDeclarations:
+        return InformerDeclarations(cost=lambda sizes: Cost("mean", cached=1))
 
 
 class Undeclared(toy_parts.RunningMean):
@@ -207,17 +232,22 @@ class HigherIndexFirst(TopK):
         return chosen._replace(experts=EXPERTS - 1 - chosen.experts, gates=scores.gates)
 
 
-class Cheap(Linear):
-    def cost(self, sizes: LayerSizes) -> Cost:
-        return Cost("score", forward=1.0, backward=2.0)
+class Claims(TopK):
+    """Top-2 of the experts with other declarations."""
 
+    def __init__(self, **claims: Any) -> None:
+        super().__init__(DIM, EXPERTS, 2)
+        self.claims = claims
 
-class ClaimsFixedSets(TopK):
-    fixed_sets = True
+    @property
+    def declares(self) -> SelectorDeclarations:
+        return replace(super().declares, **self.claims)
 
 
 class ClaimsToIgnoreTokens(Linear):
-    reads_tokens = False
+    @property
+    def declares(self) -> ScoreDeclarations:
+        return replace(super().declares, reads_tokens=False)
 
 
 class Constant(Linear):
@@ -225,11 +255,6 @@ class Constant(Linear):
 
     def forward(self, tokens: Tensor, context: Context) -> Tensor:
         return super().forward(torch.ones_like(tokens), context)
-
-
-class FewSlots(TopK):
-    def active_experts(self, sizes: LayerSizes) -> ActiveExperts:
-        return ActiveExperts(1, 1, 1)
 
 
 class FewRows(TopK):
@@ -265,9 +290,12 @@ class HoldsEvenly(TopK):
 class ForgetsAnExpert(TopK):
     """Declares that its set is kept whatever the last expert's score becomes."""
 
-    def conditions(self, scores: Scores) -> Conditions | None:
-        found = super().conditions(scores)
-        assert found is not None
+    @property
+    def declares(self) -> SelectorDeclarations:
+        return replace(super().declares, conditions=self.too_few)
+
+    def too_few(self, scores: Scores) -> Conditions:
+        found = keep_best(scores.key, self.k, scores.compares)
         return replace(found, valid=found.valid & (found.behind != EXPERTS - 1).all(-1))
 
 
@@ -288,12 +316,9 @@ class DeniesTraining(TopK):
 
 
 class GathersSecretly(BaseAssignment):
-    def cost(self, sizes: LayerSizes) -> Cost:
-        return replace(super().cost(sizes), gathered=0.0)
-
-
-class ClaimsEqualLoads(TopK):
-    equal_loads = True
+    @property
+    def declares(self) -> SelectorDeclarations:
+        return replace(super().declares, cost=lambda sizes: Cost("selection"))
 
 
 def with_any(select: Selector) -> Router:
@@ -342,8 +367,8 @@ BROKEN: dict[str, tuple[Callable[[], Router], str, str]] = {
         "batch invariance",
         "does not declare the trait batch_invariant in training",
     ),
-    "gathers without declaring it": (lambda: with_any(GathersSecretly(EXPERTS, 2)), "declared cost", "gathered from ranks"),
-    "claims equal loads": (lambda: with_any(ClaimsEqualLoads(DIM, EXPERTS, 2)), "no inert coefficient", "equal loads"),
+    "gathers without declaring it": (lambda: with_any(GathersSecretly(EXPERTS, 2)), "declared cost", "gathered"),
+    "claims equal loads": (lambda: with_any(Claims(equal_loads=True)), "no inert coefficient", "equal loads"),
     "declares what it does not do": (
         lambda: denies(sequence_aware=True),
         "sequence awareness",
@@ -367,12 +392,12 @@ BROKEN: dict[str, tuple[Callable[[], Router], str, str]] = {
     "forgets the cache": (lambda: toy_parts.build(ForgetsTheCache()), "cached decoding", "declares the trait cacheable"),
     "denies being cacheable": (lambda: denies(cacheable=False), "cached decoding", "does not declare the trait cacheable"),
     "declares too little cost": (
-        lambda: with_score(Cheap(DIM, EXPERTS)),
+        lambda: toy_parts.build(CheapCache()),
         "declared cost",
-        "is 1, but the counted cost is 336",
+        "is 1 bytes, but the counted cost is 32",
     ),
     "claims fixed sets": (
-        lambda: with_select(ClaimsFixedSets(DIM, EXPERTS, 2)),
+        lambda: with_select(Claims(fixed_sets=True)),
         "declared fixed sets",
         "other tokens change them",
     ),
@@ -386,7 +411,11 @@ BROKEN: dict[str, tuple[Callable[[], Router], str, str]] = {
         "declared fixed sets",
         "other tokens change no set",
     ),
-    "declares too few slots": (lambda: with_select(FewSlots(DIM, EXPERTS, 2)), "declared number of experts", "1 slots"),
+    "declares too few slots": (
+        lambda: with_select(Claims(active=lambda sizes: ActiveExperts(1, 1, 1))),
+        "declared number of experts",
+        "1 slots",
+    ),
     "declares too few rows": (lambda: with_select(FewRows(DIM, EXPERTS, 2)), "declared number of experts", "101 rows"),
     "holds too much": (lambda: with_select(HoldsTooMuch(DIM, EXPERTS, 2)), "held weights", "exactly the live weights"),
     "holds constants": (lambda: with_select(HoldsConstants(DIM, EXPERTS, 2)), "held weights", "no gradient"),

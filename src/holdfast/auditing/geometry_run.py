@@ -442,7 +442,7 @@ class LayerBatch:
     @property
     def strip(self) -> float | None:
         """Return the width of the strip of the what-if's router, in logits; None if it has none."""
-        width = None if self.router is None else self.router.select.snapshot().get("width")
+        width = None if self.router is None else self.router.select.declares.snapshot().get("width")
         return float(width) if width is not None and float(width) > 0 else None
 
     def _laws_of_ball(self) -> dict[str, list[Any]]:

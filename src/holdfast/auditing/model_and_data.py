@@ -128,7 +128,7 @@ class AuditedModel:
     def core(self, layer: int) -> int | None:
         """Return how many of a token's best experts are compared; None: all selected experts."""
         router = self.moe_layers[layer].router
-        return None if router is None else router.select.core
+        return None if router is None else router.select.declares.core
 
     def boundaries(self) -> dict[int, Boundary]:
         """Return, by layer, what near-ties are measured in."""

@@ -14,8 +14,17 @@ from holdfast.certificates.score_geometry import LinearScoring, Scoring, score_g
 from holdfast.kernels.select import top
 from holdfast.routing import Context, Router, Scores
 from holdfast.routing.bounds import Norm
-from holdfast.routing.conditions import keep_always, keep_best
-from holdfast.routing.declarations import SOFTMAX, Conditions, GateFunction, Mixing, NoCertificate, Order, Values
+from holdfast.routing.declarations import (
+    SOFTMAX,
+    Conditions,
+    GateFunction,
+    Mixing,
+    NoCertificate,
+    Order,
+    Values,
+    keep_always,
+    keep_best,
+)
 from holdfast.routing.rules import Rule
 
 MOST_ELEMENTS = 2**22  # of the largest tensor; more tokens are processed in several steps
@@ -61,7 +70,7 @@ class CertifiedRouter:
     """
 
     scoring: Scoring
-    conditions: Callable[[Scores], Conditions | None]
+    conditions: Callable[[Scores], Conditions | None] | None
     declared_by: str
     gate: GateFunction
     real: Tensor
@@ -134,7 +143,7 @@ class CertifiedRouter:
         return self._declared_conditions(Scores(logits, gates.unsqueeze(0), informed=False, raw=logits))
 
     def _declared_conditions(self, scores: Scores) -> Conditions:
-        found = self.conditions(scores)
+        found = None if self.conditions is None else self.conditions(scores)
         if found is None:
             raise self._refusal("it declares no conditions")
         if found.compares == "logits" and scores.informed:
@@ -215,38 +224,38 @@ def describe_router(router: Router, tokens: Tensor, context: Context, norm: Norm
     """Describe a Router at tokens (B,N,d); raise NoCertificate if one of its parts does not declare what is needed."""
     if router.fixed_sets:
         return _describe_fixed_sets(router, tokens, context, norm)
-    name = type(router.score).__name__
-    order = router.score.order(tokens, context)
+    name, declared = type(router.score).__name__, router.score.declares.order
+    order = None if declared is None else declared(tokens, context)
     if order is None:
         raise NoCertificate(f"no certificate is known for {name}: it declares no order")
-    scoring = score_geometry(name, order, router.score.values(tokens, context), tokens, norm)
+    scoring = score_geometry(name, order, tokens, norm)
     routing = router(tokens, context)
     graph, mixing = None, None
     for informer in router.informers:
         if informer.inert:
             continue
+        missing, of_informer = None, informer.declares
         if informer.side == "expert":
-            graph = informer.expert_graph()
+            graph = None if of_informer.graph is None else of_informer.graph().detach().to(tokens.device).double()
             missing = "graph" if graph is None else "graph without negative entries" if (graph < 0).any() else None
+        elif of_informer.mixing is None:
+            missing = "mixing"
         else:
-            mixing = informer.mixing(tokens, context, norm)
-            missing = "mixing" if mixing is None else None
+            mixing = of_informer.mixing(tokens, context, norm)
         if missing is not None:
             raise NoCertificate(f"no certificate is known for {type(informer).__name__}: it declares no {missing}")
-    if graph is not None:
-        graph = graph.detach().to(tokens.device).double()
-    select = router.select
+    select, of_select = router.select, router.select.declares
     return CertifiedRouter(
         scoring,
-        select.conditions,
-        type(select).__name__ if select.rule is None else f"{type(select).__name__} under the rule {select.rule.name}",
+        of_select.conditions,
+        type(select).__name__ if of_select.rule is None else f"{type(select).__name__} under the rule {of_select.rule}",
         select.gate,
         context.real_tokens(tokens),
         graph,
         mixing,
         None if mixing is None else routing.gates,
         chosen=routing.chosen,
-        core=select.core,
+        core=of_select.core,
     )
 
 
@@ -254,13 +263,13 @@ def _describe_fixed_sets(router: Router, tokens: Tensor, context: Context, norm:
     """Describe a router whose sets do not depend on the tokens: there is no condition, and the radius is infinite."""
     router(tokens, context)  # raises ValueError if the context lacks what the router reads
     no_keys = Order(tokens.new_zeros(router.experts, tokens.shape[-1]))
-    scoring = score_geometry(type(router.score).__name__, no_keys, None, tokens, norm)
+    scoring = score_geometry(type(router.score).__name__, no_keys, tokens, norm)
     return CertifiedRouter(scoring, _always, type(router.select).__name__, SOFTMAX, context.real_tokens(tokens))
 
 
 def describe_gate(gate: Gate, tokens: Tensor, norm: Norm) -> CertifiedRouter:
     """Describe a native gate at tokens (B,N,d)."""
-    scoring = score_geometry("the gate", Order(gate.weight, gate.bias), Values(), tokens, norm)
+    scoring = score_geometry("the gate", Order(gate.weight, gate.bias, values=Values()), tokens, norm)
     real = torch.ones(tokens.shape[:-1], dtype=torch.bool, device=tokens.device)
     if gate.rule is None:
         declared = partial(_best_logits, gate.k)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from holdfast.certificates.arithmetic import Arithmetic, representable
 from holdfast.routing.bounds import Norm, dual, dual_scaled, spans, stretch, unit
-from holdfast.routing.declarations import Cosines, NoCertificate, Order, Values
+from holdfast.routing.declarations import Cosines, NoCertificate, Order
 
 FARTHEST = 0.9  # of the perturbation at which z could become 0, near which rounding errors are unbounded
 MOST_HELD = 2**22  # elements of a table that is computed once for all tokens: 32 MiB
@@ -370,12 +370,12 @@ class CosineScoring(Scoring):
         return (1 + arithmetic.products(self.terms, self._inputs(arithmetic))) * after - 1
 
 
-def score_geometry(name: str, order: Order, values: Values | None, tokens: Tensor, norm: Norm) -> Scoring:
+def score_geometry(name: str, order: Order, tokens: Tensor, norm: Norm) -> Scoring:
     """Return the geometry that a score declares, at `tokens (..., d)`, in float64."""
     rows = tokens.reshape(-1, tokens.shape[-1])
     matrix = order.matrix.detach().to(rows.device).double()
     if order.block is not None:
-        return _blocks_geometry(name, order, order.block, values, rows, norm)
+        return _blocks_geometry(name, order, order.block, rows, norm)
     inputs = sum(given.dtype == torch.float64 for given in (tokens, order.matrix))
     weight = matrix if order.combine is None else order.combine.detach().to(matrix) @ matrix
     bias = torch.zeros_like(weight[:, 0]) if order.bias is None else order.bias.detach().to(weight)
@@ -383,8 +383,8 @@ def score_geometry(name: str, order: Order, values: Values | None, tokens: Tenso
     if order.scales is not None:
         scales = FeatureScales(order.scales.mixture.detach().double(), order.scales.table.detach().double())
     planes = Affine(rows.double(), weight, bias, norm, scales)
-    cosines = None if values is None else values.cosines
-    common = (name, planes, matrix, inputs, values is not None, order.shifted, order.rounding)
+    cosines = None if order.values is None else order.values.cosines
+    common = (name, planes, matrix, inputs, order.values is not None, order.shifted, order.rounding)
     if order.combine is None and cosines is None:
         return LinearScoring(*common)
     if order.combine is None or order.bias is not None or order.rounding is not None or order.shifted:
@@ -395,9 +395,7 @@ def score_geometry(name: str, order: Order, values: Values | None, tokens: Tenso
     return CosineScoring(*common, order.combine.detach().to(matrix), order.roundings, cosines or only_order)
 
 
-def _blocks_geometry(
-    name: str, order: Order, block: Tensor, values: Values | None, rows: Tensor, norm: Norm
-) -> "LinearScoring":
+def _blocks_geometry(name: str, order: Order, block: Tensor, rows: Tensor, norm: Norm) -> LinearScoring:
     """Return the geometry of a score with a matrix for each block of tokens (modality), side by side in `order.matrix`.
 
     A point has its token in the columns of its block and zeros elsewhere. The factors are 1 in these columns and 0 in all
@@ -411,4 +409,4 @@ def _blocks_geometry(
     weight = order.matrix.detach().to(points)
     bias = torch.zeros_like(weight[:, 0]) if order.bias is None else order.bias.detach().to(weight)
     planes = Affine(points, weight, bias, norm, FeatureScales(member, table))
-    return LinearScoring(name, planes, weight, inputs, values is not None, order.shifted, order.rounding)
+    return LinearScoring(name, planes, weight, inputs, order.values is not None, order.shifted, order.rounding)

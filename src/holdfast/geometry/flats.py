@@ -99,7 +99,7 @@ def affine_keys(order: Order, tokens: Tensor) -> AffineKeys:
     """Return the keys that `order` declares, at `tokens (..., d)`, on the CPU: the work on sets of experts is done there."""
     if not tokens.isfinite().all():
         raise ValueError("the tokens contain NaN or infinite numbers; leave them out.")
-    planes = score_geometry("the score", order, None, tokens.detach(), "l2").planes
+    planes = score_geometry("the score", order, tokens.detach(), "l2").planes
     if planes.scales is None:
         factors = torch.ones_like(planes.weight[:1])
         index = torch.zeros(len(planes.points), dtype=torch.int64, device=planes.points.device)
@@ -121,7 +121,8 @@ def affine_order(subject: Router | Gate, tokens: Tensor, context: Context | None
             if subject.training:
                 raise ValueError("the router is in training mode, where it updates state; call eval() first.")
             described = describe_router(subject, tokens, context, "l2")
-            order = subject.score.order(tokens, context)
+            declared = subject.score.declares.order
+            order = None if declared is None else declared(tokens, context)
         else:
             described = describe_gate(subject, tokens, "l2")
             order = Order(subject.weight, subject.bias)

@@ -166,7 +166,9 @@ class ContextCapture:
             part.traits.sequence_aware and not {"attention", "attention.mask"} & {*part.reads} for part in parts
         )
         self._mask_was_read = False
-        self.static_rows = self.sequence_aware and all(part.static_rows for part in parts if part.traits.sequence_aware)
+        self.static_rows = self.sequence_aware and all(
+            part.declares.static_rows for part in parts if part.traits.sequence_aware
+        )
         self.reads_attention = "attention" in reads and not layer_modules.windowed
         self.reads_mask = self.reads_attention or ("attention.mask" in reads and not layer_modules.windowed)
         self.reads_projection = "attention.projection" in reads

@@ -211,7 +211,7 @@ def _spec(moe_layer: MoELayerRef, current: LayerSpec | None, wanted: LayerRouter
 
 def _weight_rule(router: Router) -> str | None:
     """Return the rule by which a sparse layer's experts are weighted now; None for a selector without such a rule."""
-    return router.select.weights_option
+    return router.select.declares.weights_option
 
 
 def _native_k(moe_layer: MoELayerRef) -> int:

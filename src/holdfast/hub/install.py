@@ -93,7 +93,7 @@ def host_of(moe_layer: MoELayerRef, spec: LayerSpec) -> HostModel:
         return HostModel(True, score, family.rule_of(block), family.scale_of(block))
     router = moe_layer.router
     assert router is not None
-    return HostModel(True, router.score.reusable_score, spec.rule())
+    return HostModel(True, router.score.declares.reusable_score, spec.rule())
 
 
 def require_runnable(moe_layer: MoELayerRef, router: Router | None) -> None:
@@ -135,7 +135,7 @@ def _install_router(moe_layer: MoELayerRef, spec: LayerSpec, host: HostModel, ro
     losses = spec.loss_terms() if router is None else None
     install_gate(gate, router, family.rule_of(moe_layer.block), losses, family)
     # A router with a score of its own leaves the gate's weights unused, and parameters without a gradient stop DDP.
-    is_used = router is None or router.score.reusable_score is host.score
+    is_used = router is None or router.score.declares.reusable_score is host.score
     if is_used == hasattr(gate, "was_trained"):
         set_gate_trainable(gate, is_used)
 
@@ -166,7 +166,7 @@ def make_sparse(layers: Mapping[str, DenseLayer], specs: Mapping[str, LayerSpec]
         router = routers[name]
         if router is None:
             raise ValueError("a dense model has no native router; name one of holdfast.list_routers().")
-        if router.select.refuses_causal and dense.family.is_causal(dense.attention):
+        if router.select.declares.refuses_causal and dense.family.is_causal(dense.attention):
             raise ValueError(f"{name}: {not_causal(LAYER_NAMES[router.select.layer_kind])}")
     experts = {name: new_experts(dense, specs[name].experts or 0, specs[name].hidden) for name, dense in layers.items()}
     made = {}

@@ -35,7 +35,7 @@ from holdfast.layers import LAYERS, Experts
 from holdfast.layers.experts import UNKNOWN_FORMAT, activate_used_rows, run_experts
 from holdfast.routing import Router, Routing
 from holdfast.routing.declarations import Order, Values
-from holdfast.routing.parts import LinearScore
+from holdfast.routing.parts import LinearScore, ScoreDeclarations
 from holdfast.routing.records import Context, Projection
 from holdfast.routing.replaying import checked_slots
 from holdfast.routing.rules import Rule, Scores, Selection
@@ -199,11 +199,9 @@ class GateScore(LinearScore):
         bias = self.bias
         return projected if bias is None else projected + bias
 
-    def order(self, tokens: Tensor, context: Context) -> Order:
-        return Order(self.matrix, self.bias)
-
-    def values(self, tokens: Tensor, context: Context) -> Values:
-        return Values()
+    @property
+    def declares(self) -> ScoreDeclarations:
+        return replace(super().declares, order=lambda tokens, context: Order(self.matrix, self.bias, values=Values()))
 
 
 class SparseLayer(nn.Module):

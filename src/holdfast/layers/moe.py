@@ -49,7 +49,7 @@ class RoutedLayer(nn.Module, ABC):
 
     def forward(self, tokens: Tensor, context: Context | None = None) -> tuple[Tensor, Routing]:
         context = context or Context()
-        if context.causal and self.router.select.refuses_causal:
+        if context.causal and self.router.select.declares.refuses_causal:
             raise ValueError(not_causal(LAYER_NAMES[self.kind]))
         if context.token_mask is not None:
             tokens = context.zero_unusable(tokens.view(*context.token_mask.shape, -1)).view(tokens.shape)

@@ -41,10 +41,12 @@ class Boundary:
 
 def boundary_of(router: Router) -> Boundary:
     """Return the boundary that a router's selector declares; in training, noise may change its levels."""
-    core = router.select.core
+    declared = router.select.declares
     if router.fixed_sets and not router.training:
-        return Boundary(core, _far_apart)
-    return Boundary(core) if router.training else Boundary(core, partial(_levels, router.select.levels, router.informed))
+        return Boundary(declared.core, _far_apart)
+    if router.training:
+        return Boundary(declared.core)
+    return Boundary(declared.core, partial(_levels, declared.levels, router.informed))
 
 
 def _far_apart(routing: Routing) -> Tensor:

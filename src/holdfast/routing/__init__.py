@@ -3,18 +3,20 @@
 router.py           the pipeline
 records.py          its input `Context` and its output `Routing`
 parts.py            the base class of each stage
-scores.py, clustering.py, expert_graph.py, selection.py, smoothing.py, relu.py, noise.py    the parts
-token_graph.py, similarity.py, posterior.py         the parts in which tokens share gates
+scores.py, clustering.py, expert_graph.py, selection.py, thresholds.py, smoothing.py, hierarchy.py, noise.py    the parts
+token_graph.py      the parts in which tokens share gates
 balanced.py, assignment.py, capacity.py             the selectors that look at the whole batch
-fixed.py, sparsemax.py, hierarchy.py, modality.py   fixed experts, and other gates
+fixed.py            experts by token id
+slots.py, merging.py                                the routers of SoftMoE and SMEAR layers
 state.py            parts that update state without gradients
 cache.py            what earlier tokens stored while decoding
 replaying.py        recorded experts with live weights
-registry.py, presets.py, plugins.py                 routers by name
-declarations.py, conditions.py, bounds.py           what parts declare for certificates and plans
+registry.py, presets.py, grammar.py, layer_names.py routers by name
+declarations.py, bounds.py                          what parts declare for certificates and plans
 """
 
 from holdfast.kernels.fp32_linear import linear_float32 as linear_float32
+from holdfast.kernels.select import top as top
 from holdfast.routing.balanced import BaseAssignment as BaseAssignment
 from holdfast.routing.balanced import ExpertChoice as ExpertChoice
 from holdfast.routing.balanced import Sinkhorn as Sinkhorn
@@ -30,23 +32,27 @@ from holdfast.routing.declarations import LayerSizes as LayerSizes
 from holdfast.routing.declarations import Mixing as Mixing
 from holdfast.routing.declarations import Order as Order
 from holdfast.routing.declarations import Values as Values
+from holdfast.routing.declarations import keep_above as keep_above
+from holdfast.routing.declarations import keep_best as keep_best
 from holdfast.routing.expert_graph import ExpertGraph as ExpertGraph
 from holdfast.routing.fixed import Distilled as Distilled
 from holdfast.routing.fixed import EqualWeights as EqualWeights
 from holdfast.routing.fixed import HashedIds as HashedIds
 from holdfast.routing.hierarchy import Hierarchical as Hierarchical
-from holdfast.routing.modality import ModalityLinear as ModalityLinear
 from holdfast.routing.noise import GaussianNoise as GaussianNoise
 from holdfast.routing.noise import GumbelNoise as GumbelNoise
 from holdfast.routing.noise import UniformNoise as UniformNoise
+from holdfast.routing.parts import Declarations as Declarations
 from holdfast.routing.parts import Informer as Informer
+from holdfast.routing.parts import InformerDeclarations as InformerDeclarations
 from holdfast.routing.parts import LinearScore as LinearScore
 from holdfast.routing.parts import Noise as Noise
 from holdfast.routing.parts import Part as Part
 from holdfast.routing.parts import Score as Score
+from holdfast.routing.parts import ScoreDeclarations as ScoreDeclarations
 from holdfast.routing.parts import Selector as Selector
+from holdfast.routing.parts import SelectorDeclarations as SelectorDeclarations
 from holdfast.routing.parts import Traits as Traits
-from holdfast.routing.posterior import AttentionPosterior as AttentionPosterior
 from holdfast.routing.presets import create_router as create_router
 from holdfast.routing.presets import list_routers as list_routers
 from holdfast.routing.presets import register as register
@@ -55,19 +61,22 @@ from holdfast.routing.records import Context as Context
 from holdfast.routing.records import Previous as Previous
 from holdfast.routing.records import Routing as Routing
 from holdfast.routing.records import VisibleTokens as VisibleTokens
-from holdfast.routing.relu import ReLU as ReLU
 from holdfast.routing.router import Router as Router
 from holdfast.routing.router import join_routers as join_routers
 from holdfast.routing.rules import Scores as Scores
 from holdfast.routing.rules import Selection as Selection
+from holdfast.routing.rules import gather_slots as gather_slots
 from holdfast.routing.scores import Cosine as Cosine
 from holdfast.routing.scores import Frozen as Frozen
 from holdfast.routing.scores import Linear as Linear
+from holdfast.routing.scores import ModalityLinear as ModalityLinear
 from holdfast.routing.selection import TopK as TopK
-from holdfast.routing.selection import TopP as TopP
-from holdfast.routing.similarity import Similarity as Similarity
 from holdfast.routing.smoothing import SmoothTopK as SmoothTopK
-from holdfast.routing.sparsemax import Sparsemax as Sparsemax
 from holdfast.routing.state import StatefulPart as StatefulPart
 from holdfast.routing.state import sum_over_ranks as sum_over_ranks
+from holdfast.routing.thresholds import ReLU as ReLU
+from holdfast.routing.thresholds import Sparsemax as Sparsemax
+from holdfast.routing.thresholds import TopP as TopP
+from holdfast.routing.token_graph import AttentionPosterior as AttentionPosterior
+from holdfast.routing.token_graph import Similarity as Similarity
 from holdfast.routing.token_graph import TokenGraph as TokenGraph

@@ -26,20 +26,19 @@ from torch import Tensor
 from holdfast.errors import unknown_name
 from holdfast.kernels.select import TINY, top
 from holdfast.routing.assignment import assign_balanced
-from holdfast.routing.conditions import keep_best
 from holdfast.routing.declarations import (
     FLOAT,
     INTEGER,
     ActiveExperts,
     Conditions,
     Cost,
-    LayerSizes,
     NoCertificate,
+    keep_best,
     selection_bytes,
 )
-from holdfast.routing.parts import Selector, Traits, normalise
+from holdfast.routing.parts import Selector, SelectorDeclarations, Traits, normalise
 from holdfast.routing.records import Context
-from holdfast.routing.rules import EXCLUDED, Scores, Selection
+from holdfast.routing.rules import Scores, Selection, gather_slots
 from holdfast.routing.selection import check_k
 from holdfast.routing.state import StatefulPart, flag, is_set, several_ranks, sum_over_ranks
 
@@ -61,8 +60,6 @@ class ExpertChoice(Selector):
                 the tokens of the batch in evaluation, too, so that a model cannot generate
     """
 
-    equal_loads = True
-
     def __init__(self, experts: int, k: int, *, factor: float = 1.0, evaluate: Literal["top-k", "same"] = "top-k") -> None:
         super().__init__()
         check_k(k, experts)
@@ -82,14 +79,11 @@ class ExpertChoice(Selector):
         shares = normalise(scores.gates)
         own = top(scores.key, self.k)
         if not (self.sees_batch or self.evaluate == "same"):
-            return Selection(own, shares.gather(-1, own), scores.gates, {})
+            return Selection(own, shares.gather(-1, own), scores.gates)
         real = context.real_tokens(tokens)
         is_own = torch.zeros_like(shares, dtype=torch.bool).scatter(-1, own, True)
         chosen = self._chosen(shares.detach(), real).where(real.unsqueeze(-1), is_own)
-        experts, in_use = best_of(chosen, scores.key, self.experts)
-        weights = shares.gather(-1, experts).where(in_use, 0.0)
-        dropped = (~chosen.any(-1)).long()
-        return Selection(experts.where(in_use, self.experts), weights, scores.gates, {}, dropped=dropped)
+        return Selection.of_sets(chosen, shares, scores)._replace(dropped=(~chosen.any(-1)).long())
 
     def _chosen(self, shares: Tensor, real: Tensor) -> Tensor:
         """Return (B,N,E) bool: the tokens that each expert takes."""
@@ -101,22 +95,26 @@ class ExpertChoice(Selector):
         return chosen.t().view(shares.shape)
 
     def held_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
-        return _held(normalise(scores.gates), experts, live)
+        return live.weights_if_same_set(experts, gather_slots(normalise(scores.gates), experts))
 
-    def conditions(self, scores: Scores) -> Conditions:
+    @property
+    def declares(self) -> SelectorDeclarations:
+        training = min(self.factor * self.k, float(self.experts))
+        inference = training if self.evaluate == "same" else float(self.k)
+        active = ActiveExperts(training, inference, self.experts, "experts choose their tokens; on average")
+        return SelectorDeclarations(
+            cost=lambda sizes: Cost("selection", kept=selection_bytes(self.experts, sizes)),
+            active=lambda sizes: active,
+            conditions=self._conditions,
+            equal_loads=True,
+        )
+
+    def _conditions(self, scores: Scores) -> Conditions:
         if self.evaluate == "same":
             raise NoCertificate(
                 "no certificate is known for ExpertChoice(evaluate='same'): other tokens change the selection"
             )
         return keep_best(scores.key, self.k, scores.compares)
-
-    def cost(self, sizes: LayerSizes) -> Cost:
-        return Cost("selection", kept=selection_bytes(sizes.experts, sizes))
-
-    def active_experts(self, sizes: LayerSizes) -> ActiveExperts:
-        training = min(self.factor * self.k, float(self.experts))
-        inference = training if self.evaluate == "same" else float(self.k)
-        return ActiveExperts(training, inference, self.experts, "experts choose their tokens; on average")
 
 
 class Sinkhorn(Selector, StatefulPart):
@@ -130,6 +128,7 @@ class Sinkhorn(Selector, StatefulPart):
                 batch sets it
     """
 
+    ragged = False
     running: Tensor  # (E,)
     seen: Tensor  # whether a batch has set `running`
 
@@ -148,10 +147,6 @@ class Sinkhorn(Selector, StatefulPart):
     @property
     def training_traits(self) -> Traits:
         return BATCH_WIDE
-
-    @property
-    def ragged(self) -> bool:
-        return False
 
     def new_state(self) -> dict[str, Tensor]:
         if not self.has_bias:
@@ -172,39 +167,39 @@ class Sinkhorn(Selector, StatefulPart):
         else:
             ranks = self.ranks(scores)
         chosen = torch.zeros_like(ranks, dtype=torch.bool).scatter(-1, top(ranks, self.k), True)
-        experts, _ = best_of(chosen, scores.key, self.k)
-        return Selection(experts, self._amounts(scores).gather(-1, experts), scores.gates, {})
+        return Selection.of_sets(chosen, self._amounts(scores), scores, self.k)
 
     def _amounts(self, scores: Scores) -> Tensor:
         return exact_sigmoid(scores.logits) if self.k == 1 else scores.gates
 
     def ranks(self, scores: Scores) -> Tensor:
-        return self.levels(scores) if self.has_bias else scores.key
+        return self._levels(scores) if self.has_bias else scores.key
 
-    def levels(self, scores: Scores) -> Tensor:
+    def _levels(self, scores: Scores) -> Tensor:
         return scores.logits + self.running if self.has_bias else scores.logits
 
     def held_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
-        return _held(self._amounts(scores), experts, live)
+        return live.weights_if_same_set(experts, gather_slots(self._amounts(scores), experts))
 
-    def conditions(self, scores: Scores) -> Conditions:
+    @property
+    def declares(self) -> SelectorDeclarations:
+        summed = INTEGER + ITERATIONS * FLOAT * self.experts
+        return SelectorDeclarations(
+            cost=lambda sizes: Cost("selection", kept=selection_bytes(self.k, sizes), summed=summed, summed_again=summed),
+            active=lambda sizes: ActiveExperts(self.k, self.k, self.k),
+            conditions=self._conditions,
+            levels=self._levels,
+            snapshot=lambda: {"potentials": self.running} if self.has_bias else {},
+        )
+
+    def _conditions(self, scores: Scores) -> Conditions:
         if not self.has_bias:
             return keep_best(scores.key, self.k, scores.compares)
         if scores.informed:
             raise NoCertificate(
                 "no certificate is known for Sinkhorn(bias='running') after an informer: it adds to log gates"
             )
-        return keep_best(self.levels(scores), self.k, "logits", bias=self.running)
-
-    def cost(self, sizes: LayerSizes) -> Cost:
-        summed = INTEGER + ITERATIONS * FLOAT * sizes.experts
-        return Cost("selection", kept=selection_bytes(self.k, sizes), summed=summed, summed_again=summed)
-
-    def active_experts(self, sizes: LayerSizes) -> ActiveExperts:
-        return ActiveExperts(self.k, self.k, self.k)
-
-    def snapshot(self) -> dict[str, Tensor]:
-        return {"potentials": self.running} if self.has_bias else {}
+        return keep_best(self._levels(scores), self.k, "logits", bias=self.running)
 
 
 class BaseAssignment(Selector):
@@ -216,7 +211,7 @@ class BaseAssignment(Selector):
     experts. It compares the scores of different tokens, which gates do not keep, so it takes no informer.
     """
 
-    takes_informers = False
+    ragged = False
 
     def __init__(self, experts: int, k: int) -> None:
         super().__init__()
@@ -227,10 +222,6 @@ class BaseAssignment(Selector):
     def training_traits(self) -> Traits:
         return BATCH_WIDE
 
-    @property
-    def ragged(self) -> bool:
-        return False
-
     def forward(self, scores: Scores, tokens: Tensor, context: Context) -> Selection:
         experts = top(scores.key, self.k)
         if self.sees_batch:
@@ -238,20 +229,20 @@ class BaseAssignment(Selector):
             assigned = assign_balanced(scores.key.detach().flatten(0, 1), real.flatten(), self.k).view(experts.shape)
             assigned = assigned.where(real.unsqueeze(-1), experts)
             chosen = torch.zeros_like(scores.gates, dtype=torch.bool).scatter(-1, assigned, True)
-            experts, _ = best_of(chosen, scores.key, self.k)
-        return Selection(experts, exact_sigmoid(scores.logits).gather(-1, experts), scores.gates, {})
+            return Selection.of_sets(chosen, exact_sigmoid(scores.logits), scores, self.k)
+        return Selection(experts, exact_sigmoid(scores.logits).gather(-1, experts), scores.gates)
 
     def held_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
-        return _held(exact_sigmoid(scores.logits), experts, live)
+        return live.weights_if_same_set(experts, gather_slots(exact_sigmoid(scores.logits), experts))
 
-    def conditions(self, scores: Scores) -> Conditions:
-        return keep_best(scores.key, self.k, scores.compares)
-
-    def cost(self, sizes: LayerSizes) -> Cost:
-        return Cost("selection", kept=selection_bytes(self.k, sizes), gathered=FLOAT * sizes.experts)
-
-    def active_experts(self, sizes: LayerSizes) -> ActiveExperts:
-        return ActiveExperts(self.k, self.k, self.k)
+    @property
+    def declares(self) -> SelectorDeclarations:
+        return SelectorDeclarations(
+            cost=lambda sizes: Cost("selection", kept=selection_bytes(self.k, sizes), gathered=FLOAT * self.experts),
+            active=lambda sizes: ActiveExperts(self.k, self.k, self.k),
+            conditions=lambda scores: keep_best(scores.key, self.k, scores.compares),
+            takes_informers=False,
+        )
 
 
 @torch.no_grad()
@@ -284,12 +275,6 @@ def exact_sigmoid(logits: Tensor) -> Tensor:
     return F.logsigmoid(logits).exp()
 
 
-def best_of(chosen: Tensor, keys: Tensor, slots: int) -> tuple[Tensor, Tensor]:
-    """Return the `slots` best of the experts `chosen (B,N,E)`, best first by `keys (B,N,E)`, and which slots are in use."""
-    experts = top(keys.detach().where(chosen, EXCLUDED), slots)
-    return experts, chosen.gather(-1, experts)
-
-
 def as_ratio(factor: float) -> tuple[int, int]:
     """Return the factor as numerator and denominator, without the rounding error of a float: 1.1 is 11 / 10."""
     return Fraction(str(factor)).limit_denominator(LARGEST_DENOMINATOR).as_integer_ratio()
@@ -299,9 +284,3 @@ def places_of_each(slots: Tensor, ratio: tuple[int, int], experts: int) -> Tenso
     """Return ceil(ratio * slots / E) in whole numbers. `slots` is an integer on the device."""
     numerator, denominator = ratio
     return -(-slots * numerator // (experts * denominator))
-
-
-def _held(amounts: Tensor, experts: Tensor, live: Selection) -> Tensor:
-    """Return the weights of the held set `experts (B,N,K)` if the weight of each expert is its amount (B,N,E)."""
-    in_use = experts < amounts.shape[-1]
-    return live.weights_if_same_set(experts, amounts.gather(-1, experts.where(in_use, 0)).where(in_use, 0.0))

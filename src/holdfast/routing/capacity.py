@@ -14,6 +14,9 @@ T tokens, E experts, K slots per token, C places per expert
 """
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -22,19 +25,11 @@ from torch import Tensor
 from holdfast.errors import unknown_name
 from holdfast.kernels.operators import EVERYWHERE, operator
 from holdfast.kernels.select import ordered_keys, top
-from holdfast.routing.balanced import BATCH_WIDE, as_ratio, best_of, places_of_each
-from holdfast.routing.declarations import (
-    FLOAT,
-    ActiveExperts,
-    Conditions,
-    Cost,
-    GateFunction,
-    LayerSizes,
-    NoCertificate,
-)
-from holdfast.routing.parts import Noise, Selector, Traits
+from holdfast.routing.balanced import BATCH_WIDE, as_ratio, places_of_each
+from holdfast.routing.declarations import FLOAT, ActiveExperts, Conditions, Cost, LayerSizes, NoCertificate
+from holdfast.routing.parts import Noise, Selector, SelectorDeclarations, Traits
 from holdfast.routing.records import Context
-from holdfast.routing.rules import EXCLUDED, Rule, Scores, Selection
+from holdfast.routing.rules import EXCLUDED, Scores, Selection
 from holdfast.routing.state import gather_over_ranks, several_ranks
 
 Policy = Literal["drop", "next", "reroute"]
@@ -77,14 +72,12 @@ class Capacity(Selector):
             raise ValueError(unknown_name("policy", policy, POLICIES))
         if order not in ORDERS:
             raise ValueError(unknown_name("order", order, ORDERS))
-        if base.not_limited is not None:
-            raise ValueError(f"a capacity cannot limit {type(base).__name__}: {base.not_limited}; remove one of them.")
+        if (reason := base.declares.not_limited) is not None:
+            raise ValueError(f"a capacity cannot limit {type(base).__name__}: {reason}; remove one of them.")
         self.base, self.experts, self.factor, self.policy, self.order = base, experts, factor, policy, order
         self.ratio = as_ratio(factor)
         self.traits = BATCH_WIDE & base.traits
-        self.takes_informers, self.equal_loads = base.takes_informers, base.equal_loads
-        self.takes_noise, self.in_onnx = base.takes_noise, False
-        self.asks_others = policy != "drop"
+        self.gate = base.gate
         self.noise, base.noise = base.noise, None  # the router adds the noise of its own selector, which is this one
 
     @property
@@ -94,25 +87,6 @@ class Capacity(Selector):
     @property
     def training_traits(self) -> Traits:
         return BATCH_WIDE & self.base.training_traits
-
-    @property
-    def rule(self) -> Rule | None:  # type: ignore[override]
-        return self.base.rule
-
-    @property
-    def gate(self) -> GateFunction:
-        return self.base.gate
-
-    @property
-    def core(self) -> int | None:
-        return self.base.core
-
-    @property
-    def weights_option(self) -> Literal["softmax", "switch"] | None:
-        return self.base.weights_option
-
-    def levels(self, scores: Scores) -> Tensor:
-        return self.base.levels(scores)
 
     def ranks(self, scores: Scores) -> Tensor:
         return self.base.ranks(scores)
@@ -126,18 +100,19 @@ class Capacity(Selector):
     def replayed_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
         return self.base.replayed_weights(experts, scores, live)
 
-    def conditions(self, scores: Scores) -> Conditions:
-        raise NoCertificate("no certificate is known for a capacity limit: other tokens of the batch change the selection")
-
-    def cost(self, sizes: LayerSizes) -> Cost:
-        return Cost("capacity", gathered=FLOAT * (2 * sizes.experts + 1))
-
-    def active_experts(self, sizes: LayerSizes) -> ActiveExperts | None:
-        found = self.base.active_experts(sizes)
-        if found is None:
-            return None
-        about = f"{found.about}; " if found.about else ""
-        return ActiveExperts(found.training, found.inference, found.slots, f"{about}less what the capacity drops")
+    @property
+    def declares(self) -> SelectorDeclarations:
+        base = self.base.declares
+        return replace(
+            base,
+            cost=lambda sizes: Cost("capacity", gathered=FLOAT * (2 * self.experts + 1)),
+            active=None if base.active is None else partial(_less_dropped, base.active),
+            conditions=_no_conditions,
+            snapshot=dict,
+            fixed_sets=False,
+            asks_others=self.policy != "drop",
+            in_onnx=False,
+        )
 
     def forward(self, scores: Scores, tokens: Tensor, context: Context) -> Selection:
         live: Selection = self.base(scores, tokens, context)
@@ -190,14 +165,23 @@ class Capacity(Selector):
         """Return the slots (B,N,K) of the sets `chosen (B,N,E)` and their weights, best first."""
         if live.gates is not scores.gates:  # the wrapped selector has added noise
             scores = Scores.from_gates(live.gates, scores.raw)
-        by_index = -torch.arange(self.experts, dtype=torch.float32, device=chosen.device).expand(chosen.shape)
-        experts, in_use = best_of(chosen, by_index, live.experts.shape[-1])
-        experts = experts.where(in_use, self.experts)
+        by_index = torch.arange(self.experts, device=chosen.device).expand(chosen.shape)
+        experts = by_index.where(chosen, self.experts).sort(dim=-1).values[..., : live.experts.shape[-1]]
+        in_use = experts < self.experts
         # A rule cannot weigh an empty set: it weighs the requested one, and the weights are 0 below.
         any_left = in_use.any(-1, keepdim=True)
         weights = self.base.held_weights(experts.where(any_left, live.experts), scores, live).where(in_use, 0.0)
         order = top(weights.detach().where(in_use, -1.0), weights.shape[-1])
         return experts.gather(-1, order), weights.gather(-1, order)
+
+
+def _less_dropped(active: Callable[[LayerSizes], ActiveExperts], sizes: LayerSizes) -> ActiveExperts:
+    asked = active(sizes)
+    return replace(asked, about=f"{asked.about}{'; ' if asked.about else ''}less what the capacity drops", rows=None)
+
+
+def _no_conditions(scores: Scores) -> Conditions:
+    raise NoCertificate("no certificate is known for a capacity limit: other tokens of the batch change the selection")
 
 
 def _with_unused(values: Tensor) -> Tensor:

@@ -10,9 +10,9 @@ after a change of width (Swin's stages), use the base score. `skip` counts as ta
 `skip=0`; "Skip 1" is `skip=1`, where the first layer that could be clustered is not (layers 3, 4, 5, 6 of Switch's 6).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,8 +22,8 @@ from holdfast.kernels import clusters
 from holdfast.kernels.clusters import naive
 from holdfast.kernels.operators import on_side_stream, wait_for_side_stream
 from holdfast.kernels.select import top
-from holdfast.routing.declarations import FLOAT, Cost, LayerSizes, Order, Scales, Values
-from holdfast.routing.parts import LinearScore, ScalableScore, Score, Traits, normalise
+from holdfast.routing.declarations import FLOAT, Cost, LayerSizes, Order, Scales
+from holdfast.routing.parts import LinearScore, ScalableScore, Score, ScoreDeclarations, Traits, normalise
 from holdfast.routing.records import Context, Previous
 from holdfast.routing.scores import is_offloaded, weights_loaded
 from holdfast.routing.state import StatefulPart, several_ranks, sum_over_ranks
@@ -58,7 +58,6 @@ class Clustered(Score, StatefulPart):
     """
 
     reads: tuple[str, ...] = ("previous",)
-    option_versions: ClassVar[Mapping[str, int]] = {"skip": 2}  # 1 also counted the first layer, which is never clustered
     spreads: Tensor
     random_scales: Tensor
 
@@ -119,34 +118,22 @@ class Clustered(Score, StatefulPart):
         return (self.base,)
 
     @property
-    def reusable_score(self) -> Score | None:
-        return self.base.reusable_score
-
-    def cost(self, sizes: LayerSizes) -> Cost:
-        """Count the scales, a product (T,C) by (C,d) that the backward computes again, and the spreads.
-
-        Means and deviations take three such products, quartiles 64: two in each round of the bisection.
-        """
-        if self.is_skipped:
-            return Cost("clusters")
-        scaling = 2.0 * self.clusters * sizes.dim
-        if self.is_random:
-            return Cost("clusters", forward=scaling, backward=scaling, kept=FLOAT * self.clusters)
-        batch = self.stats == "batch"
-        products, sums = (64, 64) if self.spread == "iqr" else (3, 2)
-        summed = FLOAT * (self.clusters + sums * self.clusters * sizes.dim)
-        return Cost(
-            "clusters",
-            forward=scaling + (products * scaling if batch else 0),
-            backward=scaling if self.base.recomputes_scales else 0,
-            state_update=0 if batch else products * scaling,
-            kept=FLOAT * self.clusters,
-            summed=summed,
-            summed_again=summed if batch else 0,
+    def declares(self) -> ScoreDeclarations:
+        base = self.base.declares
+        return ScoreDeclarations(
+            cost=self._cost,
+            snapshot=lambda: {} if self.is_random else {"spreads": self.spreads},
+            order=None if base.order is None else self._order,
+            reusable_score=base.reusable_score,
         )
 
-    def snapshot(self) -> dict[str, Tensor]:
-        return {} if self.is_random else {"spreads": self.spreads}
+    def _cost(self, sizes: LayerSizes) -> Cost:
+        if self.is_skipped or self.is_random:
+            return Cost("clusters", kept=0 if self.is_skipped else FLOAT * self.clusters)
+        sums = 64 if self.spread == "iqr" else 2  # two in each round of the bisection that finds quartiles
+        summed = FLOAT * (self.clusters + sums * self.clusters * sizes.dim)
+        again = summed if self.stats == "batch" else 0
+        return Cost("clusters", kept=FLOAT * self.clusters, summed=summed, summed_again=again)
 
     def begin_training_forward(self) -> None:
         if not self.is_random:
@@ -217,13 +204,11 @@ class Clustered(Score, StatefulPart):
             return self.random_scales
         return naive.optimal_scales(spreads) if self.scales == "exact" else feature_scales(spreads)
 
-    def order(self, tokens: Tensor, context: Context) -> Order | None:
-        """Declare the order of the base on scaled features: a perturbation of a token does not change its cluster."""
-        order, features = self.base.order(tokens, context), self.features(tokens, context)
+    def _order(self, tokens: Tensor, context: Context) -> Order | None:
+        """Return the order of the base on scaled features: a perturbation of a token does not change its cluster."""
+        assert self.base.declares.order is not None
+        order, features = self.base.declares.order(tokens, context), self.features(tokens, context)
         return order if order is None or features is None else replace(order, scales=Scales(*features))
-
-    def values(self, tokens: Tensor, context: Context) -> Values | None:
-        return self.base.values(tokens, context)
 
     def _deviations(self, previous: Previous, groups: clusters.Groups, real: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the sums of |h - mean| or its square over the real tokens of each cluster on all ranks, and the counts.

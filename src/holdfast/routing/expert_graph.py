@@ -13,8 +13,8 @@ from holdfast.errors import unknown_name
 from holdfast.kernels.fp32_linear import linear_float32
 from holdfast.kernels.operators import snapshot_for_backward
 from holdfast.kernels.select import count_pairs
-from holdfast.routing.declarations import FLOAT, Cost, LayerSizes
-from holdfast.routing.parts import TINY, Informer
+from holdfast.routing.declarations import FLOAT, Cost
+from holdfast.routing.parts import TINY, Informer, InformerDeclarations
 from holdfast.routing.records import Context
 from holdfast.routing.selection import check_k
 from holdfast.routing.state import StatefulPart, sum_over_ranks
@@ -95,14 +95,13 @@ class ExpertGraph(Informer, StatefulPart):
             )
         return linear_float32(gates, graph)
 
-    def cost(self, sizes: LayerSizes) -> Cost:
-        """Count gates times the graph, which has no gradient, and the counts C, one more such product."""
-        mix = 2.0 * sizes.experts**2
-        graph = FLOAT * sizes.experts * sizes.experts
-        return Cost("expert graph", mix, mix, state_update=mix, kept=FLOAT * sizes.experts, summed=graph)
-
-    def snapshot(self) -> dict[str, Tensor]:
-        return {"graph": self.expert_graph()}
+    @property
+    def declares(self) -> InformerDeclarations:
+        return InformerDeclarations(
+            cost=lambda sizes: Cost("expert graph", kept=FLOAT * sizes.experts, summed=FLOAT * sizes.experts**2),
+            snapshot=lambda: {"graph": self.expert_graph()},
+            graph=self.expert_graph,
+        )
 
     def spectral_gap(self) -> float:
         """Return |lambda_1| - |lambda_2|: how fast differences between experts decay."""

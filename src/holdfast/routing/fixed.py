@@ -18,19 +18,10 @@ from torch import Tensor, nn
 
 from holdfast.kernels.fp32_linear import linear_float32
 from holdfast.kernels.select import top
-from holdfast.routing.declarations import (
-    FLOAT,
-    SIGMOID,
-    ActiveExperts,
-    Cost,
-    GateFunction,
-    LayerSizes,
-    projection_flops,
-    selection_bytes,
-)
-from holdfast.routing.parts import Score, Selector
+from holdfast.routing.declarations import FLOAT, SIGMOID, ActiveExperts, Cost, selection_bytes
+from holdfast.routing.parts import Score, ScoreDeclarations, Selector, SelectorDeclarations
 from holdfast.routing.records import Context
-from holdfast.routing.rules import Scores, Selection
+from holdfast.routing.rules import Scores, Selection, gather_slots
 from holdfast.routing.selection import by_weight, check_k
 from holdfast.routing.state import flag, is_set, mean_over_ranks, several_ranks
 
@@ -50,8 +41,6 @@ class HashedIds(Score):
     """
 
     reads = ("token_ids",)
-    reads_tokens = False
-    scores_all = False
     table: Tensor
 
     def __init__(
@@ -72,7 +61,7 @@ class HashedIds(Score):
         if frequencies is not None and not balanced:
             raise ValueError("frequencies are given, but balanced is false; add balanced=True.")
         self.dim, self.experts, self.k, self.vocabulary, self.balanced = dim, experts, k, vocabulary, balanced
-        self.seed, self.wants_token_counts = seed * SEED_STEP + depth, balanced and frequencies is None
+        self.seed, self.has_frequencies = seed * SEED_STEP + depth, frequencies is not None
         self.register_buffer("table", torch.zeros(vocabulary, k, dtype=torch.int32))
         if not balanced and not self.table.is_meta:
             self.table.copy_(self._random_table())
@@ -94,8 +83,14 @@ class HashedIds(Score):
             )
         self.table.copy_(self._balanced_table(counts.double().cpu()))
 
-    def cost(self, sizes: LayerSizes) -> Cost:
-        return Cost("score")
+    @property
+    def declares(self) -> ScoreDeclarations:
+        return ScoreDeclarations(
+            cost=lambda sizes: Cost("score"),
+            reads_tokens=False,
+            scores_all=False,
+            wants_token_counts=self.balanced and not self.has_frequencies,
+        )
 
     def _generator(self) -> torch.Generator:
         return torch.Generator("cpu").manual_seed(self.seed)
@@ -134,32 +129,30 @@ class HashedIds(Score):
 class EqualWeights(Selector):
     """Select the k experts with the largest logits, each with the weight 1/k; the selector of `hash`."""
 
-    takes_informers = False
-    takes_noise = False
+    ragged = False
 
     def __init__(self, experts: int, k: int) -> None:
         super().__init__()
         check_k(k, experts)
         self.experts, self.k = experts, k
 
-    @property
-    def ragged(self) -> bool:
-        return False
-
     def forward(self, scores: Scores, tokens: Tensor, context: Context) -> Selection:
         experts = top(scores.key, self.k)
-        return Selection(experts, torch.full_like(experts, 1, dtype=torch.float32) / self.k, scores.gates, {})
+        return Selection(experts, torch.full_like(experts, 1, dtype=torch.float32) / self.k, scores.gates)
 
     def held_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
         in_use = experts < self.experts
         share = 1 / in_use.sum(-1, keepdim=True).clamp_min(1)
         return live.weights_if_same_set(experts, share.where(in_use, 0.0))
 
-    def cost(self, sizes: LayerSizes) -> Cost:
-        return Cost("selection", kept=selection_bytes(self.k, sizes))
-
-    def active_experts(self, sizes: LayerSizes) -> ActiveExperts:
-        return ActiveExperts(self.k, self.k, self.k)
+    @property
+    def declares(self) -> SelectorDeclarations:
+        return SelectorDeclarations(
+            cost=lambda sizes: Cost("selection", kept=selection_bytes(self.k, sizes)),
+            active=lambda sizes: ActiveExperts(self.k, self.k, self.k),
+            takes_informers=False,
+            takes_noise=False,
+        )
 
 
 class Distilled(Selector):
@@ -178,8 +171,8 @@ class Distilled(Selector):
 
     reads = ("token_ids",)
     coefficients = ("distill",)
-    takes_informers = False
-    fixed_sets = True
+    gate = SIGMOID
+    ragged = False
     table: Tensor
     frozen: Tensor
 
@@ -201,14 +194,6 @@ class Distilled(Selector):
         self.register_buffer("table", torch.zeros(vocabulary, k, dtype=torch.int32))
         self.register_buffer("frozen", flag())  # 1 in stage 2
         self._uses_table_only = False  # whether it is known without reading the buffer that this is stage 2
-
-    @property
-    def gate(self) -> GateFunction:
-        return SIGMOID
-
-    @property
-    def ragged(self) -> bool:
-        return False
 
     @torch.no_grad()
     def progress(self, fraction: float) -> None:
@@ -257,20 +242,23 @@ class Distilled(Selector):
         return (~is_set(self.frozen)).expand(*tokens.shape[:2], 1)
 
     def held_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
-        in_use = experts < self.experts
-        return live.weights_if_same_set(experts, scores.gates.gather(-1, experts.where(in_use, 0)).where(in_use, 0.0))
+        return live.weights_if_same_set(experts, gather_slots(scores.gates, experts))
 
-    def cost(self, sizes: LayerSizes) -> Cost:
-        """Declare the cost in stage 1; stage 2 is a look-up."""
-        forward = projection_flops(self.predictor)
-        kept, sums = selection_bytes(self.k, sizes) + FLOAT * sizes.experts, 2 * FLOAT
-        return Cost("selection", forward, 2 * forward, kept=kept, summed=sums, summed_again=sums)
-
-    def active_experts(self, sizes: LayerSizes) -> ActiveExperts:
-        return ActiveExperts(self.k, self.k, self.k)
-
-    def snapshot(self) -> dict[str, Tensor]:
-        return {"frozen": self.frozen}
+    @property
+    def declares(self) -> SelectorDeclarations:
+        sums = 2 * FLOAT  # in stage 1
+        return SelectorDeclarations(
+            cost=lambda sizes: Cost(
+                "selection",
+                kept=selection_bytes(self.k, sizes) + FLOAT * self.experts,
+                summed=sums,
+                summed_again=sums,
+            ),
+            active=lambda sizes: ActiveExperts(self.k, self.k, self.k),
+            snapshot=lambda: {"frozen": self.frozen},
+            fixed_sets=True,
+            takes_informers=False,
+        )
 
 
 def check_vocabulary(vocabulary: int) -> None:

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from holdfast.kernels.select import Amounts, top
-from holdfast.routing.conditions import best, joined_conditions, swap_conditions
-from holdfast.routing.declarations import Conditions, NoCertificate
+from holdfast.routing.declarations import Conditions, NoCertificate, best, joined_conditions, swap_conditions
 from holdfast.routing.rules import EXCLUDED, Rule, Scores
 from holdfast.routing.selection import Softmax, TopK, check_k
 

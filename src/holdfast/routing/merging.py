@@ -9,6 +9,7 @@ Every token of a sequence has the same gates. A sequence without a real token ha
 """
 
 import math
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -17,8 +18,8 @@ from torch import Tensor, nn
 
 from holdfast.errors import unknown_name
 from holdfast.kernels.fp32_linear import linear_float32
-from holdfast.routing.declarations import FLOAT, ActiveExperts, Cost, LayerSizes, projection_flops, selection_bytes
-from holdfast.routing.parts import Score, Traits
+from holdfast.routing.declarations import FLOAT, ActiveExperts, Cost, LayerSizes
+from holdfast.routing.parts import Score, ScoreDeclarations, SelectorDeclarations, Traits
 from holdfast.routing.records import Context
 from holdfast.routing.rules import Scores, Selection
 from holdfast.routing.scores import LARGE, SMALLER
@@ -34,8 +35,7 @@ class SequenceScore(Score):
         super().__init__()
         _check_average(average)
         self.dim, self.experts, self.average = dim, experts, average
-        self.scores_sequence = average == "tokens"
-        self.traits = AllExperts.traits if self.scores_sequence else Traits()
+        self.traits = AllExperts.traits if average == "tokens" else Traits()
         self.norm = nn.LayerNorm(dim)
         self.weight = nn.Parameter(torch.empty(experts, dim))
         self.reset_parameters()
@@ -56,11 +56,13 @@ class SequenceScore(Score):
             logits = logits.where(real.any(1).view(-1, 1, 1), 0.0)
         return logits.expand(*tokens.shape[:2], self.experts)
 
-    def cost(self, sizes: LayerSizes) -> Cost:
-        """Count the product with W and its two gradients: one row for each sequence, or for each token."""
-        rows = 1 / sizes.length if self.average == "tokens" else 1.0
-        forward = rows * projection_flops(self.weight)
-        return Cost("score", forward, 2 * forward, kept=FLOAT * (sizes.experts + rows * sizes.dim))
+    @property
+    def declares(self) -> ScoreDeclarations:
+        def cost(sizes: LayerSizes) -> Cost:
+            rows = 1 / sizes.length if self.average == "tokens" else 1.0
+            return Cost("score", kept=FLOAT * (sizes.experts + rows * sizes.dim))
+
+        return ScoreDeclarations(cost=cost, scores_sequence=self.average == "tokens")
 
 
 class Merged(AllExperts):
@@ -87,19 +89,20 @@ class Merged(AllExperts):
                 mean = mean.where(real.any(1).view(-1, 1, 1), 1 / gates.shape[-1])
             gates = mean.expand_as(gates)
         experts, weights = all_experts(gates)
-        return Selection(experts, weights, gates, {}, rows=weights.new_ones(tokens.shape[:2]))
+        return Selection(experts, weights, gates, rows=weights.new_ones(tokens.shape[:2]))
 
-    def active_experts(self, sizes: LayerSizes) -> ActiveExperts:
-        return ActiveExperts(1, 1, 1)
+    @property
+    def declares(self) -> SelectorDeclarations:
+        return replace(
+            super().declares,
+            active=lambda sizes: ActiveExperts(1, 1, 1),
+            layer_cost=self._layer_cost,
+        )
 
-    def cost(self, sizes: LayerSizes) -> Cost:
-        return Cost("selection", kept=selection_bytes(sizes.experts, sizes))
-
-    def layer_cost(self, sizes: LayerSizes) -> Cost:
-        """Count the merging, a product (B,E) by (E, parameters), and its two gradients; merged weights are kept."""
+    def _layer_cost(self, sizes: LayerSizes) -> Cost:
+        """Return the cost of the merging, a product (B,E) by (E, parameters); merged weights are kept."""
         each = sizes.expert_parameters / sizes.length
-        merging = 2.0 * sizes.experts * each
-        return Cost("merging", merging, 2 * merging, kept=sizes.number * each)
+        return Cost("merging", flops=2.0 * sizes.experts * each, kept=sizes.number * each)
 
 
 def masked_mean(rows: Tensor, real: Tensor | None) -> Tensor:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from holdfast.errors import unknown_name
 from holdfast.kernels.fp32_linear import linear_float32
-from holdfast.routing.declarations import Cost, LayerSizes
 from holdfast.routing.parts import TINY, Noise
 
 KINDS = ("gaussian", "uniform", "gumbel")
@@ -41,10 +40,6 @@ class ScaledNoise(Noise):
     @abstractmethod
     def draw(self, logits: Tensor) -> Tensor:
         """Return z, of the shape of `logits`."""
-
-    def cost(self, sizes: LayerSizes) -> Cost:
-        flops = 0.0 if self.weight is None else 2.0 * self.weight.numel()
-        return Cost("noise", backward=2 * flops, noise=flops)
 
     def scale(self, tokens: Tensor) -> Tensor | float:
         if self.weight is not None:
@@ -78,9 +73,6 @@ class GumbelNoise(Noise):
         if not temperature > 0:
             raise ValueError(f"noise_temperature is {temperature}; it divides the logits and must be positive.")
         self.temperature = temperature
-
-    def cost(self, sizes: LayerSizes) -> Cost:
-        return Cost("noise")
 
     def forward(self, logits: Tensor, tokens: Tensor) -> Tensor:
         exponential = torch.empty_like(logits).exponential_().clamp_min(TINY)

@@ -4,13 +4,14 @@
     Informer    gates (B,N,E)  -> gates (B,N,E)                 mixes experts or tokens
     Selector    Scores         -> experts, weights (B,N,K)      most selectors use a Rule
 
-Certificates, plans and audits call the methods in which a part declares its properties (`order`, `cost`, `held_weights`,
-...) and never test its class. What a part does not declare is reported as unknown.
+A part needs its `forward` (a selector also `held_weights`). Certificates, plans and audits read `declares`, one optional
+object, and never test the class of a part. What a part does not declare is reported as unknown.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -31,11 +32,9 @@ from holdfast.routing.declarations import (
     LayerSizes,
     Mixing,
     Order,
-    Values,
-    projection_flops,
 )
 from holdfast.routing.records import Context
-from holdfast.routing.rules import Rule, Scores, Selection
+from holdfast.routing.rules import Scores, Selection
 
 
 @dataclass(frozen=True)
@@ -57,6 +56,71 @@ class Traits:
         )
 
 
+@dataclass(frozen=True)
+class Declarations:
+    """What a part may declare. Each field has a default; a function is called when an instrument needs its result."""
+
+    # What the part keeps and sends in a layer, without the parts that it wraps. None: plans do not count it.
+    cost: Callable[[LayerSizes], Cost] | None = None
+    # Tensors to watch during training, by name. "graph" (E,E) is a learned expert graph.
+    snapshot: Callable[[], Mapping[str, Tensor]] = dict
+    # Whether its rows of earlier tokens may be kept in tensors of a static KV cache's full length. Then `cache.extend` also
+    # returns rows that are not written yet, which the mask of `Context.visible_tokens` excludes, and the current tokens are
+    # not the last rows (`Context.excludes_later_tokens`, `RouterCache.current`). Otherwise rows grow by one for each token.
+    static_rows: bool = False
+    wants_token_counts: bool = False  # training passes to `use_token_counts` how often each token id occurs in its data
+
+
+@dataclass(frozen=True)
+class ScoreDeclarations(Declarations):
+    """What a score may declare."""
+
+    # Keys, one per expert, that are affine in the token (tokens and context are given) and have the order of its logits.
+    # None: no certificate is known.
+    order: Callable[[Tensor, Context], Order | None] | None = None
+    reusable_score: "Score | None" = None  # the score that a later `reroute` of the same layer may use again
+    reads_tokens: bool = True  # False: logits depend on the context only, so no change of the tokens changes the routing
+    scores_sequence: bool = False  # all tokens of a sequence have the same logits; a token-side informer is an error
+    scores_all: bool = True  # False: a token has scores for selected experts only; a selector that asks others is an error
+
+
+@dataclass(frozen=True)
+class InformerDeclarations(Declarations):
+    """What an informer may declare; None: no certificate is known."""
+
+    graph: Callable[[], Tensor] | None = None  # the matrix A (E,E) of an expert-side informer, g = p A^T
+    # How a token-side informer mixes tokens (B,N,d) in a context, and how much a perturbation up to a radius in a norm
+    # changes the mixing.
+    mixing: Callable[[Tensor, Context, Norm], Mixing] | None = None
+
+
+@dataclass(frozen=True)
+class SelectorDeclarations(Declarations):
+    """What a selector may declare."""
+
+    conditions: Callable[[Scores], Conditions | None] | None = None  # under which tokens keep their set in evaluation
+    # The size of the hard core, which is certified and compared as a token's set; None if that is the whole set. Experts
+    # outside the core enter and leave with weight 0, which is not a flip.
+    core: int | None = None
+    # (B,N,E): the values whose differences are the gaps between experts, in the order of selection.
+    levels: Callable[[Scores], Tensor] = attrgetter("logits")
+    active: Callable[[LayerSizes], ActiveExperts] | None = None  # experts of a token in a layer; None: plans count all
+    layer_cost: Callable[[LayerSizes], Cost] | None = None  # what the layer keeps besides its router and its experts' rows
+    # The share of experts that lost their row to `most_rows` in the last training batch; None: no batch loses any. If it is
+    # positive, training traits do not hold for the batch: its other tokens have changed the selection.
+    overflow: Tensor | None = None
+    fixed_sets: bool = False  # in evaluation, a token's set depends on its id only, whatever its scores are
+    equal_loads: bool = False  # in training every expert gets the same number of tokens: losses of counts have no gradient
+    rule: str | None = None  # the name of the rule by which it ranks and weighs experts
+    weights_option: Literal["softmax", "switch"] | None = None  # the option of `TopK` that weighs experts as this selector
+    takes_informers: bool = True  # False: it does not read gates, so a router with an informer is an error
+    takes_noise: bool = True  # False: it does not read scores in training, so a router with noise is an error
+    asks_others: bool = False  # tokens that an expert has no place for ask other experts, in the order of their scores
+    not_limited: str | None = None  # why no capacity may limit this selector; None: it may
+    in_onnx: bool = True  # False: ONNX lacks operators that it needs, so exporting it is an error
+    refuses_causal: bool = False  # a causal model may not use it: the user has not asked for a router that is not causal
+
+
 class Part(nn.Module, ABC):
     """One part of a router (abstract). Its options are keyword-only and are checked in the constructor."""
 
@@ -67,18 +131,15 @@ class Part(nn.Module, ABC):
     # output projection, which may have to be loaded and dequantised. "attention.projection" includes it, and also the
     # keys and values of the whole sequence; models with sliding windows do not store all of these, so they raise an error.
     reads: tuple[str, ...] = ()
-    # Whether its rows of earlier tokens may be kept in tensors of a static KV cache's full length. Then `cache.extend` also
-    # returns rows that are not written yet, which the mask of `Context.visible_tokens` excludes, and the current tokens are
-    # not the last rows (`Context.excludes_later_tokens`, `RouterCache.current`). Otherwise rows grow by one for each token.
-    static_rows: ClassVar[bool] = False
-    # Options whose meaning has changed, with a number for each meaning: comparisons do not mix results of two meanings.
-    option_versions: ClassVar[Mapping[str, int]] = {}
-    definition: ClassVar[int] = 1  # raised when the defaults of a part come to mean something else
     pretrained_defaults: ClassVar[Mapping[str, Any]] = {}  # options with which a pretrained model first keeps its outputs
     # False while a model in training mode generates text: then a part stages no state, returns no loss and selects as in
     # evaluation, because ranks may run different numbers of such forwards.
     learning = True
-    wants_token_counts = False  # True: training passes to `use_token_counts` how often each token id occurs in its data
+
+    @property
+    def declares(self) -> Declarations:
+        """What this part declares for certificates, plans and audits."""
+        return Declarations()
 
     @property
     def training_traits(self) -> Traits:
@@ -112,14 +173,6 @@ class Part(nn.Module, ABC):
         """The parts inside this one, which declare their own cost."""
         return ()
 
-    def cost(self, sizes: LayerSizes) -> Cost | None:
-        """Declare the cost of this part in a layer, without `wrapped` parts; if None, plans count only its parameters."""
-        return None
-
-    def snapshot(self) -> Mapping[str, Tensor]:
-        """Return tensors to watch during training, by name. "graph" (E,E) is a learned expert graph."""
-        return {}
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Apply `fn` as `nn.Module` does, but keep the dtype of state: `model.to(torch.bfloat16)` must not round it."""
         kept = {name: state for name, state in self._buffers.items() if state is not None and state.is_floating_point()}
@@ -136,34 +189,21 @@ class Score(Part):
 
     dim: int
     experts: int
-    reads_tokens = True  # False: logits depend on the context only, so no change of the tokens changes the routing
-    scores_sequence = False  # True: all tokens of a sequence have the same logits; a token-side informer is an error
-    scores_all = True  # False: a token has scores for selected experts only; a selector that asks others is an error
     slots: int | None = None  # slots of each expert, if logits are those of slots (SoftMoE); None: those of experts
 
     @property
-    def reusable_score(self) -> "Score | None":
-        """The score that a later `reroute` of the same layer may use again; None if it must make a new one."""
-        return None
+    def declares(self) -> ScoreDeclarations:
+        return ScoreDeclarations()
 
     @abstractmethod
     def forward(self, tokens: Tensor, context: Context) -> Tensor:
         """Return float32 logits (B,N,E) of `tokens (B,N,d)`, which have the model's dtype; with `slots`, (B,N,E*slots)."""
-
-    def order(self, tokens: Tensor, context: Context) -> Order | None:
-        """Declare keys, one per expert, that are affine in the token and have the order of its logits; None if unknown."""
-        return None
-
-    def values(self, tokens: Tensor, context: Context) -> Values | None:
-        """Declare how logits follow from the keys of `order`; for selectors and informers that need more than the order."""
-        return None
 
 
 class ScalableScore(Score):
     """A score that can also be computed on scaled features of its tokens (abstract), as clustering (AC) needs it."""
 
     mixed_clusters = 1  # how many clusters of a token AC mixes by default
-    recomputes_scales = True  # the backward of `on_scaled` computes the scales again
 
     @abstractmethod
     def on_scaled(self, tokens: Tensor, mixture: Tensor, table: Tensor) -> Tensor:
@@ -185,20 +225,15 @@ class LinearScore(ScalableScore):
     def finish(self, projected: Tensor) -> Tensor:
         """Return logits (B,N,E) of the products `projected (B,N,n)`, float32."""
 
+    @property
+    def declares(self) -> ScoreDeclarations:
+        return ScoreDeclarations(cost=lambda sizes: Cost("score", kept=FLOAT * sizes.experts), reusable_score=self)
+
     def forward(self, tokens: Tensor, context: Context) -> Tensor:
         return self.finish(linear_float32(tokens, self.matrix))
 
     def on_scaled(self, tokens: Tensor, mixture: Tensor, table: Tensor) -> Tensor:
         return self.finish(scaled_linear_float32(tokens, mixture, table, self.matrix))
-
-    @property
-    def reusable_score(self) -> Score | None:
-        return self
-
-    def cost(self, sizes: LayerSizes) -> Cost | None:
-        """Count the product with `matrix` and its two gradients. A score must add the matrix products in its `finish`."""
-        forward = projection_flops(self.matrix)
-        return Cost("score", forward, 2 * forward, kept=FLOAT * sizes.experts)
 
 
 class Informer(Part):
@@ -211,18 +246,13 @@ class Informer(Part):
     side: Literal["expert", "token"]
 
     @property
+    def declares(self) -> InformerDeclarations:
+        return InformerDeclarations()
+
+    @property
     def inert(self) -> bool:
         """Whether this informer never changes gates. The router then skips it."""
         return False
-
-    def expert_graph(self) -> Tensor | None:
-        """Declare the matrix A (E,E) of an expert-side informer, g = p A^T; None if no certificate is known."""
-        return None
-
-    def mixing(self, tokens: Tensor, context: Context, norm: Norm) -> Mixing | None:
-        """Declare how a token-side informer mixes `tokens (B,N,d)`, and how much a perturbation up to a radius in `norm`
-        changes the mixing; None if no certificate is known."""
-        return None
 
     @abstractmethod
     def forward(self, gates: Tensor, logits: Tensor, tokens: Tensor, context: Context) -> Tensor:
@@ -232,6 +262,10 @@ class Informer(Part):
 class Noise(Part):
     """Noise on the logits that a selector reads in training (abstract); `holdfast.routing.noise` has the usual kinds."""
 
+    @property
+    def declares(self) -> Declarations:
+        return Declarations(cost=lambda sizes: Cost("noise"))
+
     @abstractmethod
     def forward(self, logits: Tensor, tokens: Tensor) -> Tensor:
         """Return `logits (B,N,E)` with noise; `tokens (B,N,d)` are the router's input."""
@@ -240,19 +274,44 @@ class Noise(Part):
 class Selector(Part):
     """The stage select (abstract): chooses experts from scores and gives them weights."""
 
-    rule: Rule | None = None  # how it ranks and weighs experts, if it uses a rule
-    takes_informers = True  # False: it does not read gates, so a router with an informer is an error
-    asks_others = False  # True: tokens that an expert has no place for ask other experts, in the order of their scores
-    not_limited: str | None = None  # why no capacity may limit this selector; None: it may
-    equal_loads = False  # in training every expert gets the same number of tokens: losses of counts have no gradient
-    fixed_sets = False  # True: in evaluation, a token's set depends on its id only, whatever its scores are
+    gate: GateFunction = SOFTMAX  # the function from logits to the gates that informers and the selector read
+    # Whether it may leave slots unused. Some functions of other libraries that run experts do not support this.
+    ragged = True
     layer_kind: LayerKind = "moe"  # the layer that runs experts as this selector means it
-    in_onnx = True  # False: ONNX lacks operators that it needs, so exporting it is an error
-    takes_noise = True  # False: it does not read scores in training, so a router with noise is an error
 
     def __init__(self) -> None:
         super().__init__()
         self.noise: Noise | None = None  # the router adds it to the scores in training, before this part selects
+
+    @property
+    def declares(self) -> SelectorDeclarations:
+        return SelectorDeclarations()
+
+    @abstractmethod
+    def forward(self, scores: Scores, tokens: Tensor, context: Context) -> Selection:
+        """Return the experts and weights of each token, and the loss terms of this part.
+
+        Of experts with equal scores the one with the lower index is selected first: `holdfast.routing.top` does that.
+        """
+
+    @abstractmethod
+    def held_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
+        """Return (B,N,K): the weights of the held set `experts (B,N,K)` under `scores`; 0 in unused slots (index E).
+
+        Audits hold the set of a token and change its scores: what then changes in the output is not due to a flip. `live` is
+        what this selector returned for `scores`, with weights multiplied by `live.scale`. Compute the weights that the held
+        experts would have if they were selected, and return `live.weights_if_same_set(experts, weights)`. It multiplies
+        them by `live.scale`, and gives a token whose held set is the one in `live` exactly the weights in `live`, however
+        the rest was rounded. The result must be differentiable in the scores.
+        """
+
+    def replayed_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
+        """Return (B,N,K): the weights of replayed sets, in the same form as `held_weights`, which they are by default."""
+        return self.held_weights(experts, scores, live)
+
+    def ranks(self, scores: Scores) -> Tensor:
+        """Return (B,N,E): what the experts of a token are sorted by in evaluation."""
+        return scores.key
 
     def with_noise(self, noise: Noise, scores: Scores, tokens: Tensor) -> Scores:
         """Return the scores with noise. Informed gates keep their sum, which need not be 1 and may be 0."""
@@ -261,82 +320,9 @@ class Selector(Part):
             return Scores(noisy, self.gate(noisy), informed=False, raw=noisy)
         return Scores.from_gates(scores.gates.sum(-1, keepdim=True) * torch.softmax(noisy, dim=-1), scores.raw)
 
-    @property
-    def refuses_causal(self) -> bool:
-        """Whether a causal model may not use it, because the user has not asked for a router that is not causal."""
-        return False
-
-    @property
-    def ragged(self) -> bool:
-        """Whether it may leave slots unused. Some functions of other libraries that run experts do not support this."""
-        return True
-
-    @property
-    def gate(self) -> GateFunction:
-        """The function from logits to the gates that informers and the selector read."""
-        return SOFTMAX if self.rule is None else self.rule.gate
-
-    def conditions(self, scores: Scores) -> Conditions | None:
-        """Declare the conditions under which tokens keep their set in evaluation; None if no certificate is known."""
-        return None
-
-    @property
-    def core(self) -> int | None:
-        """The size of the hard core, which is certified and compared as a token's set; None if that is the whole set.
-
-        Experts outside the core enter and leave with weight 0, which is not a flip.
-        """
-        return None
-
-    @property
-    def weights_option(self) -> Literal["softmax", "switch"] | None:
-        """The option `weights` of `TopK` that weighs experts as this selector does; None if no option does."""
-        return None if self.rule is None else self.rule.weights_option
-
-    def levels(self, scores: Scores) -> Tensor:
-        """Return (B,N,E): the values whose differences are the gaps between experts, in the order of selection."""
-        return scores.logits if self.rule is None else self.rule.levels(scores)
-
-    def ranks(self, scores: Scores) -> Tensor:
-        """Return (B,N,E): what the experts of a token are sorted by in evaluation."""
-        return scores.key if self.rule is None else self.rule.ranks(scores)
-
-    def active_experts(self, sizes: LayerSizes) -> ActiveExperts | None:
-        """Declare how many experts a token uses in a layer; if None, plans count all experts."""
-        return None
-
     def most_rows(self, tokens: int) -> int | None:
         """Return how many slots of this many tokens have an expert at most, in the current mode; None: all slots may.
 
         On a GPU, experts allocate memory for so many rows. A selector that declares a number must keep it in every batch.
         """
         return None
-
-    @property
-    def overflow(self) -> Tensor | None:
-        """The share of experts that lost their row to `most_rows` in the last training batch; None: no batch loses any.
-
-        If it is positive, training traits do not hold for the batch: its other tokens have changed the selection.
-        """
-        return None
-
-    def layer_cost(self, sizes: LayerSizes) -> Cost | None:
-        """Declare what the layer computes besides its router and the rows of its experts; None if that is nothing."""
-        return None
-
-    @abstractmethod
-    def held_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
-        """Return (B,N,K): the weights of the held set `experts (B,N,K)` under `scores`; 0 in unused slots (index E).
-
-        `live` is what this selector returned for `scores`, with weights multiplied by `live.scale`. A token whose held set
-        is the one in `live` must get exactly the weights in `live`; weights of other tokens are multiplied by `live.scale`
-        too. `live.weights_if_same_set` does both. The result is differentiable in the scores.
-        """
-
-    def replayed_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
-        """Return (B,N,K): the weights of replayed sets, in the same form as `held_weights`, which they are by default."""
-        return self.held_weights(experts, scores, live)
-
-    @abstractmethod
-    def forward(self, scores: Scores, tokens: Tensor, context: Context) -> Selection:
-        """Return the experts and weights of each token, and the loss terms of this part."""

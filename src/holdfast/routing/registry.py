@@ -137,6 +137,12 @@ class Registry(NamedEntries[Preset]):
         """Return the classes of all parts of the router `name`, default parts included."""
         return [_load(part) for part in (DEFAULT_PARTS | _merged_parts(self.parse(name))).values()]
 
+    def name_of(self, part: Part) -> str:
+        """Return the name under which the class of a part is registered; the name of the class if it is not."""
+        kind = type(part)
+        path = f"{kind.__module__}:{kind.__qualname__}"
+        return next((preset.name for preset in self if {kind, path} & set(preset.parts.values())), kind.__name__)
+
     def layer_kind(self, name: str) -> LayerKind:
         """Return the kind of layer that the router `name` is for."""
         kinds = [part.layer_kind for part in self.part_classes(name) if issubclass(part, Selector)]

@@ -135,7 +135,7 @@ class Router(nn.Module):
     @property
     def fixed_sets(self) -> bool:
         """Whether no change of the tokens changes the experts of a token in evaluation."""
-        return self.select.fixed_sets or not (self.score.reads_tokens or self.informers)
+        return self.select.declares.fixed_sets or not (self.score.declares.reads_tokens or self.informers)
 
     @property
     def informed(self) -> bool:
@@ -251,7 +251,7 @@ class Router(nn.Module):
 
     def snapshot(self) -> dict[str, Tensor]:
         """Return the tensors of all parts to watch during training, by name."""
-        return {name: value for part in self.all_parts for name, value in part.snapshot().items()}
+        return {name: value for part in self.all_parts for name, value in part.declares.snapshot().items()}
 
     def progress(self, fraction: float) -> None:
         """Set the training progress, from 0 to 1, for parts that change a budget or k during training."""

@@ -17,23 +17,23 @@ def check_parts(score: Score, select: Selector, inform: Sequence[Informer]) -> N
         count = sum(informer.side == side for informer in inform)
         if count > 1:
             raise ValueError(f"there are {count} informers on the {side} side; a Router takes at most one on each side.")
-    if inform and not select.takes_informers:
+    if inform and not select.declares.takes_informers:
         raise ValueError(
             f"{type(select).__name__} does not select by gates, so {type(inform[0]).__name__} would change nothing; "
             "remove one of them."
         )
     for informer in inform:
-        if informer.side == "token" and score.scores_sequence:
+        if informer.side == "token" and score.declares.scores_sequence:
             raise ValueError(
                 f"{type(score).__name__} gives all tokens of a sequence the same scores, so {type(informer).__name__} "
                 "would change nothing; remove one of them."
             )
-    if select.asks_others and not score.scores_all:
+    if select.declares.asks_others and not score.declares.scores_all:
         raise ValueError(
             f"{type(score).__name__} gives a token scores for its own experts only, so a token without a place has no "
             'other expert to ask; limit it with policy="drop".'
         )
-    if select.noise is not None and not select.takes_noise:
+    if select.noise is not None and not select.declares.takes_noise:
         raise ValueError(
             f"{type(select).__name__} does not select by scores in training, so {type(select.noise).__name__} would "
             "change nothing; remove the noise."
@@ -49,7 +49,7 @@ def refuse_tracing(layer: str, select: Selector, training: bool) -> None:
         )
     if not is_exporting_to_onnx():
         return
-    if not select.in_onnx:
+    if not select.declares.in_onnx:
         raise ValueError(
             f"{layer}: ONNX lacks operators that {type(select).__name__} needs; use torch.export.export, or "
             "choose another router."

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from holdfast.kernels.select import TINY, Amounts
+from holdfast.kernels.select import TINY, Amounts, top
 from holdfast.routing.declarations import SOFTMAX, Compared, Conditions, GateFunction
 from holdfast.routing.records import Routing
 
@@ -22,8 +22,9 @@ EXCLUDED = torch.finfo(torch.float32).min  # a rank; not -inf, because ONNX cann
 class Scores:
     """What a selector reads: the same scores as logits and as gates.
 
-    Without informers, gates are computed from logits; after an informer, logits are computed from its gates. `key` is
-    the one that was computed first.
+    Without informers, gates are computed from logits; after an informer, logits are computed from its gates. Select by `key`
+    and weigh by `gates`. `key` is the one of the two that was computed first: both have the same order, but an exp or a log
+    rounds and saturates, so that experts tie in one which differ in the other. `gates` are what weights follow from.
     """
 
     def __init__(
@@ -121,12 +122,16 @@ class Rule(ABC):
 
 
 class Selection(NamedTuple):
-    """What a selector returns."""
+    """What a selector returns: K slots for each token, in the order of their weights, ties to the lower index.
 
-    experts: Tensor  # (B,N,K), E in unused slots
-    weights: Tensor  # (B,N,K), 0 in unused slots
+    A token that uses fewer than K experts has unused slots: they come last, with the expert E and the weight 0. `of_sets`
+    makes such slots.
+    """
+
+    experts: Tensor  # (B,N,K) int64
+    weights: Tensor  # (B,N,K)
     gates: Tensor  # (B,N,E), those of the scores that the selector read
-    losses: Mapping[str, Tensor]
+    losses: Mapping[str, Tensor] = {}  # weighted, ready to be added to the training loss
     scale: float = 1.0  # `Router.scale`, if `weights` include it; 1 in what a selector returns
     requested: Tensor | None = None  # (B,N,K), the experts before a capacity limit; None: `experts`
     dropped: Tensor | None = None  # (B,N), how many experts a token lost to a limit; None: there is no limit
@@ -138,7 +143,20 @@ class Selection(NamedTuple):
     def from_routing(cls, routing: Routing, scale: float = 1.0) -> "Selection":
         """Return the selection (1,T,K) in `routing`, with the `scale` of its router."""
         experts, weights, gates = (rows.unsqueeze(0) for rows in (routing.experts, routing.weights, routing.gates))
-        return cls(experts, weights, gates, {}, scale)
+        return cls(experts, weights, gates, scale=scale)
+
+    @classmethod
+    def of_sets(cls, chosen: Tensor, weights: Tensor, scores: Scores, slots: int | None = None) -> "Selection":
+        """Return the selection of the sets `chosen (B,N,E)` bool, with the weight of each expert in `weights (B,N,E)`.
+
+        slots   K, at least the size of the largest set; None: E
+
+        Slots are sorted by `scores.key`; the weights must have the same order.
+        """
+        count = chosen.shape[-1]
+        experts = top(scores.key.detach().where(chosen, EXCLUDED), count if slots is None else slots)
+        experts = experts.where(chosen.gather(-1, experts), count)
+        return cls(experts, gather_slots(weights, experts), scores.gates)
 
     def weights_of(self, experts: Tensor) -> Tensor:
         """Return (B,N,K): the weight of each of `experts (B,N,K)` in this selection; 0 if it was not selected."""
@@ -147,7 +165,7 @@ class Selection(NamedTuple):
         return dense.gather(-1, experts).where(experts < self.gates.shape[-1], 0.0)
 
     def weights_if_same_set(self, experts: Tensor, otherwise: Tensor, *, scaled: bool = False) -> Tensor:
-        """Return `weights_of(experts)` for tokens whose `experts (B,N,K)` equal the selected set, else `otherwise (B,N,K)`.
+        """Return the weights of the held set `experts (B,N,K)`, from `otherwise (B,N,K)`; see `Selector.held_weights`.
 
         `otherwise` is multiplied by `scale`, unless it is `scaled` already.
         """
@@ -157,3 +175,9 @@ class Selection(NamedTuple):
         held, chosen = (no_experts.scatter(-1, members, True)[..., :-1] for members in (experts, self.experts))
         otherwise = otherwise if scaled or self.scale == 1 else self.scale * otherwise
         return self.weights_of(experts).where((held == chosen).all(-1, keepdim=True), otherwise)
+
+
+def gather_slots(values: Tensor, experts: Tensor) -> Tensor:
+    """Return (B,N,K): the values (B,N,E) of the experts in the slots `experts (B,N,K)`; 0 in unused slots (index E)."""
+    in_use = experts < values.shape[-1]
+    return values.gather(-1, experts.where(in_use, 0)).where(in_use, 0.0)

@@ -3,6 +3,7 @@
     Linear      x W^T + b
     Frozen      x W^T with a random W that is never trained
     Cosine      the cosine of a projection of x and an embedding of each expert
+    ModalityLinear      x W_m^T with a matrix for each modality m: text and image tokens are scored by other weights
 
 The functions at the end handle weights that accelerate offloads: they are loaded only for the forward of their module.
 """
@@ -10,6 +11,7 @@ The functions at the end handle weights that accelerate offloads: they are loade
 import contextlib
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from holdfast.kernels.fp32_linear import linear_float32
-from holdfast.routing.declarations import FLOAT, Cosines, Cost, LayerSizes, Order, Values, projection_flops
-from holdfast.routing.parts import LinearScore
+from holdfast.routing.declarations import FLOAT, Cosines, Cost, Order, Values
+from holdfast.routing.parts import LinearScore, Score, ScoreDeclarations
 from holdfast.routing.records import Context
 
 LARGE, SMALLER = 2.0**56, 2.0**-70  # a projection with a larger number is scaled down
@@ -48,11 +50,12 @@ class Linear(LinearScore):
     def finish(self, projected: Tensor) -> Tensor:
         return projected if self.bias is None else projected + self.bias.float()
 
-    def order(self, tokens: Tensor, context: Context) -> Order:
-        return Order(self.weight, None if self.bias is None else self.bias.float())
+    @property
+    def declares(self) -> ScoreDeclarations:
+        def order(tokens: Tensor, context: Context) -> Order:
+            return Order(self.weight, None if self.bias is None else self.bias.float(), values=Values())
 
-    def values(self, tokens: Tensor, context: Context) -> Values:
-        return Values()
+        return replace(super().declares, order=order)
 
 
 class Frozen(LinearScore):
@@ -72,16 +75,9 @@ class Frozen(LinearScore):
     def finish(self, projected: Tensor) -> Tensor:
         return projected
 
-    def cost(self, sizes: LayerSizes) -> Cost:
-        """Count one gradient: the weights have none."""
-        forward = projection_flops(self.weight)
-        return Cost("score", forward, forward, kept=FLOAT * sizes.experts)
-
-    def order(self, tokens: Tensor, context: Context) -> Order:
-        return Order(self.weight)
-
-    def values(self, tokens: Tensor, context: Context) -> Values:
-        return Values()
+    @property
+    def declares(self) -> ScoreDeclarations:
+        return replace(super().declares, order=lambda tokens, context: Order(self.weight, values=Values()))
 
 
 class Cosine(LinearScore):
@@ -120,18 +116,86 @@ class Cosine(LinearScore):
         cosines = linear_float32(F.normalize(projected, dim=-1, eps=SHORTEST), F.normalize(self.embeddings.float(), dim=-1))
         return cosines / self.log_temperature.float().exp()
 
-    def cost(self, sizes: LayerSizes) -> Cost:
-        forward = projection_flops(self.projection) + projection_flops(self.embeddings)
-        return Cost("score", forward, 2 * forward, kept=FLOAT * sizes.experts)
+    @property
+    def declares(self) -> ScoreDeclarations:
+        return replace(super().declares, order=self._order)
 
-    def order(self, tokens: Tensor, context: Context) -> Order:
-        """Declare z.e: dividing by the temperature and by the length of z, both positive, changes neither order nor sign."""
+    def _order(self, tokens: Tensor, context: Context) -> Order:
+        """Return z.e: dividing by the temperature and by the length of z, both positive, changes neither order nor sign."""
         units = F.normalize(self.embeddings.detach().double(), dim=-1)
+        cosines = Cosines(float(self.log_temperature.detach().double().exp()), SHORTEST)
         # Two normalisations, the cosines and the temperature come after the product.
-        return Order(self.projection, combine=units, roundings=3 * self.projection.shape[0] + 16)
+        roundings = 3 * self.projection.shape[0] + 16
+        return Order(self.projection, combine=units, roundings=roundings, values=Values(cosines))
 
-    def values(self, tokens: Tensor, context: Context) -> Values:
-        return Values(Cosines(float(self.log_temperature.detach().double().exp()), SHORTEST))
+
+class ModalityLinear(Score):
+    """logits = x W_m^T with one matrix for each modality m, from 0 on, in `Context.modality (B,N)` (survey 3.5).
+
+    modalities  how many there are
+
+    The experts are shared, and the load is balanced within each modality: the balance loss is the mean over the modalities
+    that are present (`Routing.balance_groups`). Otherwise a batch with few image tokens could send all to one expert.
+    """
+
+    reads = ("modality",)
+
+    def __init__(self, dim: int, experts: int, *, modalities: int = 2) -> None:
+        super().__init__()
+        if modalities < 1:
+            raise ValueError(f"modalities is {modalities}; a score needs at least 1.")
+        self.dim, self.experts, self.modalities = dim, experts, modalities
+        self.weight = nn.Parameter(torch.empty(modalities * experts, dim))  # the experts of modality 0 first
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.uniform_(self.weight, -1 / math.sqrt(self.dim), 1 / math.sqrt(self.dim))
+
+    def forward(self, tokens: Tensor, context: Context) -> Tensor:
+        modality = self._modality(tokens, context)
+        # One product for all modalities, as there are few: tokens need not be sorted, and shapes stay static.
+        logits = linear_float32(tokens, self.weight).unflatten(-1, (self.modalities, self.experts))
+        index = modality[..., None, None].expand(*modality.shape, 1, self.experts)
+        return logits.gather(2, index).squeeze(2)
+
+    def balance_groups(self, tokens: Tensor, context: Context) -> Tensor:
+        modality = self._modality(tokens, context)
+        return modality.unsqueeze(-1) == torch.arange(self.modalities, device=modality.device)
+
+    @property
+    def declares(self) -> ScoreDeclarations:
+        return ScoreDeclarations(
+            cost=lambda sizes: Cost("score", kept=FLOAT * self.experts * self.modalities), order=self._order
+        )
+
+    def _order(self, tokens: Tensor, context: Context) -> Order:
+        """Return logits that are affine in the token, given its modality, which is not perturbed."""
+        matrices = self.weight.unflatten(0, (self.modalities, self.experts))
+        block = self._modality(tokens, context).flatten()
+        return Order(matrices.transpose(0, 1).flatten(1), block=block, values=Values())
+
+    def _modality(self, tokens: Tensor, context: Context) -> Tensor:
+        """Return (B,N) int64: the modality of each token; raise ValueError if it is missing or wrong."""
+        modality = context.modality
+        if modality is None:
+            raise ValueError(
+                "this router has a score for each modality, and the context has no modality: pass Context(modality=...) (a "
+                "Hugging Face model needs an image token in its config, and input_ids, not inputs_embeds)."
+            )
+        if modality.shape != tokens.shape[:2] or modality.is_floating_point():
+            raise ValueError(
+                f"modality is {modality.dtype} of shape {tuple(modality.shape)}; expected whole numbers of shape "
+                f"{tuple(tokens.shape[:2])}."
+            )
+        modality = modality.long().to(tokens.device)  # a model on several devices has its ids on the first
+        if context.token_mask is not None:
+            known = (modality >= 0) & (modality < self.modalities)
+            modality = modality.where(context.token_mask | known, 0)
+        if modality.device.type == "cpu" and not torch.compiler.is_compiling() and modality.numel():
+            low, high = int(modality.min()), int(modality.max())
+            if low < 0 or high >= self.modalities:
+                raise ValueError(f"modality has values from {low} to {high}; expected 0 to {self.modalities - 1}.")
+        return modality
 
 
 def is_offloaded(module: nn.Module) -> bool:

@@ -1,30 +1,19 @@
-"""Selectors: which experts run for a token, and with which weights. Ties go to the lower index, everywhere.
+"""Top-k: the k best experts run for a token. Ties go to the lower index, everywhere.
 
-    TopK    the k best experts, optionally with a growing k in training
-    TopP    all experts whose gate exceeds a threshold
-
-ReLU routing is in `holdfast.routing.relu`, smooth top-k in `holdfast.routing.smoothing`. `Softmax` is the
-usual rule; rules of model families are in `holdfast.hub.families`.
+Thresholds are in `holdfast.routing.thresholds`, smooth top-k in `holdfast.routing.smoothing`. `Softmax` is the usual rule;
+rules of model families are in `holdfast.hub.families`.
 """
 
-import math
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from holdfast.errors import unknown_name
 from holdfast.kernels.select import Amounts, select_top_k, top, weigh
-from holdfast.routing.conditions import keep_above, keep_best
-from holdfast.routing.declarations import (
-    ActiveExperts,
-    Conditions,
-    Cost,
-    LayerSizes,
-    selection_bytes,
-)
+from holdfast.routing.declarations import ActiveExperts, Conditions, Cost, keep_best, selection_bytes
 from holdfast.routing.noise import create_noise
-from holdfast.routing.parts import Selector, normalise
+from holdfast.routing.parts import Selector, SelectorDeclarations
 from holdfast.routing.records import Context
 from holdfast.routing.rules import Rule as Rule
 from holdfast.routing.rules import Scores, Selection
@@ -62,6 +51,7 @@ class TopK(Selector):
             raise ValueError(unknown_name("kind of weights", weights, ("softmax", "switch")))
         self.k, self.experts, self.weights, self.k_final = k, experts, weights, k_final
         self.rule = Softmax(renormalise=weights == "softmax") if rule is None else rule
+        self.gate, self.ragged = self.rule.gate, k_final is not None
         self.noise = create_noise(dim, experts, noise=noise, noise_std=noise_std, noise_temperature=noise_temperature)
         if k_final is not None:
             check_k(k_final, experts, "k_final")
@@ -69,8 +59,16 @@ class TopK(Selector):
             self.register_buffer("active", torch.tensor(k))
 
     @property
-    def ragged(self) -> bool:
-        return self.k_final is not None
+    def declares(self) -> SelectorDeclarations:
+        about = "" if self.k_final is None else f"grows from {self.k} in training; counted at its end"
+        return SelectorDeclarations(
+            cost=lambda sizes: Cost("selection", kept=selection_bytes(self.slots, sizes)),
+            active=lambda sizes: ActiveExperts(self.slots, self.slots, self.slots, about),
+            conditions=lambda scores: self.rule.conditions(scores, self.k if self.k_final is None else int(self.active)),
+            levels=self.rule.levels,
+            rule=self.rule.name,
+            weights_option=self.rule.weights_option,
+        )
 
     @property
     def slots(self) -> int:
@@ -84,7 +82,7 @@ class TopK(Selector):
         amounts = self.rule.amounts(scores)
         if amounts is not None and self.k_final is None:
             experts, weights = select_top_k(scores.key, amounts, self.k)
-            return Selection(experts, weights, scores.gates, {})
+            return Selection(experts, weights, scores.gates)
         experts = top(self.rule.ranks(scores), self.slots)
         in_use = torch.ones_like(experts, dtype=torch.bool)
         if self.k_final is not None:
@@ -93,73 +91,13 @@ class TopK(Selector):
         experts = experts.where(in_use, self.experts)
         if not self.rule.ordered:
             experts, weights = by_weight(experts, weights)
-        return Selection(experts, weights, scores.gates, {})
+        return Selection(experts, weights, scores.gates)
+
+    def ranks(self, scores: Scores) -> Tensor:
+        return self.rule.ranks(scores)
 
     def held_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
         return self.rule.held_weights(experts, scores, live)
-
-    def cost(self, sizes: LayerSizes) -> Cost:
-        return Cost("selection", kept=selection_bytes(self.slots, sizes))
-
-    def active_experts(self, sizes: LayerSizes) -> ActiveExperts:
-        about = "" if self.k_final is None else f"grows from {self.k} in training; counted at its end"
-        return ActiveExperts(self.slots, self.slots, self.slots, about)
-
-    def conditions(self, scores: Scores) -> Conditions | None:
-        return self.rule.conditions(scores, self.k if self.k_final is None else int(self.active))
-
-
-class TopP(Selector):
-    """Select every expert whose gate exceeds p, and always the best; weights are renormalised (ACMoE appendix C.10).
-
-    p           the threshold, between 0 and 1
-    learned     True: p is a parameter that starts at `p`. The forward uses the hard threshold, and the gradient is that of a
-                soft mask, sigmoid((gate - p) / softness)
-    softness    the width of that mask
-    """
-
-    def __init__(self, experts: int, *, p: float = 0.05, learned: bool = False, softness: float = 0.01) -> None:
-        super().__init__()
-        if not 0 < p < 1:
-            raise ValueError(f"p is {p}; the gate threshold must lie between 0 and 1.")
-        if not softness > 0:
-            raise ValueError(f"softness is {softness}; the width of the soft mask must be positive.")
-        self.experts, self.softness = experts, softness
-        start = torch.tensor([p]).logit()
-        self.learned_p = nn.Parameter(start) if learned else None
-        self.fixed_p = p
-
-    def threshold(self) -> Tensor | float:
-        return self.fixed_p if self.learned_p is None else self.learned_p.float().sigmoid()
-
-    def forward(self, scores: Scores, tokens: Tensor, context: Context) -> Selection:
-        experts = top(scores.key, self.experts)
-        gates = scores.gates.gather(-1, experts)
-        threshold = self.threshold()
-        best = torch.arange(self.experts, device=gates.device) == 0
-        in_use = (gates > threshold) | best
-        selected = gates.where(in_use, 0.0)
-        if self.learned_p is not None:
-            soft = torch.sigmoid((gates - threshold) / self.softness)
-            selected = selected + gates * (soft - soft.detach())
-        weights = normalise(selected)
-        return Selection(experts.where(in_use, self.experts), weights.where(in_use, 0.0), scores.gates, {})
-
-    def held_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
-        in_use = experts < self.experts
-        gates = scores.gates.gather(-1, experts.where(in_use, 0))
-        return live.weights_if_same_set(experts, normalise(gates.where(in_use, 0.0)))
-
-    def cost(self, sizes: LayerSizes) -> Cost:
-        return Cost("selection", kept=selection_bytes(sizes.experts, sizes))
-
-    def active_experts(self, sizes: LayerSizes) -> ActiveExperts:
-        """Declare an upper bound: fewer than 1 / p gates can exceed p if they sum to at most 1."""
-        most = min(sizes.experts, max(1, math.ceil(1 / self.fixed_p) - 1))
-        return ActiveExperts(most, most, sizes.experts, "depends on the data; an upper bound")
-
-    def conditions(self, scores: Scores) -> Conditions:
-        return keep_above(scores.gates, float(self.threshold()), "gates", at_least_one=True)
 
 
 class Softmax(Rule):

@@ -11,16 +11,18 @@ like any other layer, and informers change them: with informed gates g', C' = g'
     Slots       D, and C as the gates of experts times the shares of their slots
 """
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from holdfast.kernels.fp32_linear import linear_float32
 from holdfast.kernels.select import top
-from holdfast.routing.declarations import FLOAT, ActiveExperts, Cost, LayerSizes, projection_flops, selection_bytes
-from holdfast.routing.parts import ScalableScore, Selector, Traits
+from holdfast.routing.declarations import FLOAT, ActiveExperts, Cost, LayerSizes, selection_bytes
+from holdfast.routing.parts import ScalableScore, ScoreDeclarations, Selector, SelectorDeclarations, Traits
 from holdfast.routing.records import Context
-from holdfast.routing.rules import Scores, Selection
+from holdfast.routing.rules import Scores, Selection, gather_slots
 from holdfast.routing.scores import LARGE, SHORTEST, SMALLER
 
 MOST_SLOTS = 65_536
@@ -35,7 +37,6 @@ class SlotScore(ScalableScore):
     """
 
     mixed_clusters = PAPER_CLUSTERS
-    recomputes_scales = False
 
     def __init__(self, dim: int, experts: int, *, slots: int = 1) -> None:
         super().__init__()
@@ -67,10 +68,10 @@ class SlotScore(ScalableScore):
         huge = features.detach().abs().amax(-1, keepdim=True) > LARGE
         return linear_float32(F.normalize(features * torch.where(huge, SMALLER, 1.0), dim=-1, eps=SHORTEST), self.matrix)
 
-    def cost(self, sizes: LayerSizes) -> Cost:
-        """Count the product with phi and its two gradients; normalised tokens are kept in float32."""
-        forward = projection_flops(self.phi)
-        return Cost("score", forward, 2 * forward, kept=FLOAT * (self.phi.shape[0] + sizes.dim))
+    @property
+    def declares(self) -> ScoreDeclarations:
+        # Normalised tokens are kept in float32.
+        return ScoreDeclarations(cost=lambda sizes: Cost("score", kept=FLOAT * (self.phi.shape[0] + sizes.dim)))
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, experts={self.experts}, slots={self.slots}"
@@ -80,26 +81,24 @@ class AllExperts(Selector):
     """A selector with which every token uses every expert (abstract): K = E. Its layer reads whole sequences."""
 
     traits = Traits(causal=False, cacheable=False, sequence_aware=True)
-    takes_noise = False
-    not_limited = "its layer sends no tokens to experts"
+    ragged = False
 
     def __init__(self, *, causal: bool) -> None:
         super().__init__()
         self.causal = causal
 
     @property
-    def refuses_causal(self) -> bool:
-        return self.causal
-
-    @property
-    def ragged(self) -> bool:
-        return False
+    def declares(self) -> SelectorDeclarations:
+        return SelectorDeclarations(
+            cost=lambda sizes: Cost("selection", kept=selection_bytes(sizes.experts, sizes)),
+            takes_noise=False,
+            not_limited="its layer sends no tokens to experts",
+            refuses_causal=self.causal,
+        )
 
     def held_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
         """Return gates: a token that holds some experts only does not renormalise them."""
-        in_use = experts < scores.gates.shape[-1]
-        gates = scores.gates.gather(-1, experts.where(in_use, 0)).where(in_use, 0.0)
-        return live.weights_if_same_set(experts, gates)
+        return live.weights_if_same_set(experts, gather_slots(scores.gates, experts))
 
 
 class Slots(AllExperts):
@@ -130,22 +129,23 @@ class Slots(AllExperts):
         dispatch = dispatch.unflatten(-1, shares.shape[2:])
         experts, weights = all_experts(scores.gates)
         rows = weights.new_full(tokens.shape[:2], flat.shape[-1] / max(tokens.shape[1], 1))
-        return Selection(experts, weights, scores.gates, {}, rows=rows, dispatch=dispatch, shares=shares)
+        return Selection(experts, weights, scores.gates, rows=rows, dispatch=dispatch, shares=shares)
 
-    def active_experts(self, sizes: LayerSizes) -> ActiveExperts:
-        rows = sizes.experts * self.slots / sizes.length
-        return ActiveExperts(rows, rows, rows, f"{sizes.experts * self.slots} slots for each sequence")
+    @property
+    def declares(self) -> SelectorDeclarations:
+        def active(sizes: LayerSizes) -> ActiveExperts:
+            rows = sizes.experts * self.slots / sizes.length
+            return ActiveExperts(rows, rows, rows, f"{sizes.experts * self.slots} slots for each sequence")
 
-    def cost(self, sizes: LayerSizes) -> Cost:
-        """Count no product; the dispatch and the shares are kept."""
-        kept = selection_bytes(sizes.experts, sizes) + FLOAT * 2 * sizes.experts * self.slots
-        return Cost("selection", kept=kept)
+        def cost(sizes: LayerSizes) -> Cost:  # the dispatch and the shares are kept
+            return Cost("selection", kept=selection_bytes(sizes.experts, sizes) + FLOAT * 2 * sizes.experts * self.slots)
 
-    def layer_cost(self, sizes: LayerSizes) -> Cost:
-        """Count the products D^T X and C f: 2 S d each for a token, and twice that in the backward."""
-        slots = sizes.experts * self.slots
-        mixing = 4.0 * slots * sizes.dim
-        return Cost("slots", mixing, 2 * mixing, kept=sizes.number * 2 * slots * (1 + sizes.dim / sizes.length))
+        def layer_cost(sizes: LayerSizes) -> Cost:
+            slots = sizes.experts * self.slots
+            kept = sizes.number * 2 * slots * (1 + sizes.dim / sizes.length)
+            return Cost("slots", flops=4.0 * slots * sizes.dim, kept=kept)  # D^T X and C f
+
+        return replace(super().declares, cost=cost, active=active, layer_cost=layer_cost)
 
 
 def all_experts(gates: Tensor) -> tuple[Tensor, Tensor]:

@@ -37,8 +37,8 @@ from holdfast.kernels.operators import snapshot_for_backward
 from holdfast.kernels.select import POWERS, Limit, Powers, select_smooth_top_k, smooth_strip
 from holdfast.kernels.statistics import DIGITS, midpoint, order_statistic, update_running_mean
 from holdfast.routing.balanced import as_ratio
-from holdfast.routing.declarations import INTEGER, ActiveExperts, Conditions, Cost, LayerSizes, selection_bytes
-from holdfast.routing.parts import Selector, normalise
+from holdfast.routing.declarations import INTEGER, ActiveExperts, Cost, LayerSizes, selection_bytes
+from holdfast.routing.parts import Selector, SelectorDeclarations, normalise
 from holdfast.routing.records import Context
 from holdfast.routing.rules import Scores, Selection
 from holdfast.routing.selection import Rule, Softmax, by_weight, check_k
@@ -85,7 +85,6 @@ class SmoothTopK(Selector, StatefulPart):
     """
 
     pretrained_defaults: ClassVar[Mapping[str, Any]] = {"eps": None}  # a strip from the start: training is not needed
-    not_limited = "dropping an expert makes the output discontinuous"
     width: Tensor  # running mean of the width eps
     seen: Tensor  # whether a batch has set the width
     budget_now: Tensor  # the budget, lowered by `anneal`
@@ -119,6 +118,7 @@ class SmoothTopK(Selector, StatefulPart):
         if not budget >= 0:
             raise ValueError(f"budget is {budget}; a number of extra experts must not be negative.")
         self.rule = Softmax(renormalise=True) if rule is None else rule
+        self.gate = self.rule.gate
         eps = self.rule.strip if eps is None else eps
         if not eps >= 0:
             raise ValueError(f"eps is {eps}; the width of the strip must not be negative.")
@@ -147,12 +147,26 @@ class SmoothTopK(Selector, StatefulPart):
         self.eta = nn.Parameter(torch.tensor([start])) if control == "loss" else None
 
     @property
-    def core(self) -> int:
-        """The size of the hard core: experts in the strip enter and leave with weight 0, which does not count as a flip."""
-        return self.k
+    def declares(self) -> SelectorDeclarations:
+        training = min(self.k + self.budget, self.slots)
+        inference = self.k if self.inference == "hard" else training
+        rows = self.slots if self.spare is None else self.k + self.spare[0] / self.spare[1]
+        active = ActiveExperts(training, inference, self.slots, "k and the budget, on average", rows)
+        return SelectorDeclarations(
+            cost=self._cost,
+            active=lambda sizes: active,
+            conditions=lambda scores: self.rule.conditions(scores, self.k),
+            core=self.k,  # experts in the strip enter and leave with weight 0, which does not count as a flip
+            levels=self.rule.levels,
+            overflow=self.overflow,
+            snapshot=lambda: {"width": self.eps().detach(), "overflow": self.overflow.clone()},
+            rule=self.rule.name,
+            weights_option=self.rule.weights_option,
+            not_limited="dropping an expert makes the output discontinuous",
+        )
 
-    def conditions(self, scores: Scores) -> Conditions | None:
-        return self.rule.conditions(scores, self.k)
+    def ranks(self, scores: Scores) -> Tensor:
+        return self.rule.ranks(scores)
 
     def held_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
         """Return the live weights of the held experts: an expert that is no longer selected has faded to 0.
@@ -178,7 +192,7 @@ class SmoothTopK(Selector, StatefulPart):
         rescaled = total * normalise(remaining).where(remaining.sum(-1, keepdim=True) > 0, equal)
         return live.weights_if_same_set(experts, rescaled, scaled=True)
 
-    def cost(self, sizes: LayerSizes) -> Cost:
+    def _cost(self, sizes: LayerSizes) -> Cost:
         """Return the cost. `control="quantile"` sums two histograms and two counts over ranks; "loss" sums only the counts.
 
         Both sum two counts more for `overflow`, if there are fewer rows than slots.
@@ -190,12 +204,6 @@ class SmoothTopK(Selector, StatefulPart):
             return Cost("selection", kept=kept, summed=counts + overflow, summed_again=counts)
         histograms = 2 * sum(2**bits for _, bits in DIGITS) * INTEGER
         return Cost("selection", kept=kept, summed=histograms + counts + overflow)
-
-    def active_experts(self, sizes: LayerSizes) -> ActiveExperts:
-        training = min(self.k + self.budget, self.slots)
-        inference = self.k if self.inference == "hard" else training
-        rows = self.slots if self.spare is None else self.k + self.spare[0] / self.spare[1]
-        return ActiveExperts(training, inference, self.slots, "k and the budget, on average", rows)
 
     def most_rows(self, tokens: int) -> int | None:
         if self.spare is None or not self.sees_batch:
@@ -212,9 +220,6 @@ class SmoothTopK(Selector, StatefulPart):
     def overflow(self) -> Tensor:
         """The share of the experts in strips of the running width that had no row in the last training batch; usually 0."""
         return self.get_buffer("staged_overflow")
-
-    def snapshot(self) -> dict[str, Tensor]:
-        return {"width": self.eps().detach(), "overflow": self.overflow.clone()}
 
     def progress(self, fraction: float) -> None:
         if self.anneal:
@@ -251,7 +256,7 @@ class SmoothTopK(Selector, StatefulPart):
         )
         if self.training:
             self.stage_in_background(lambda: self._statistics(gaps, eps, real))
-        return Selection(experts, weights, scores.gates, {})
+        return Selection(experts, weights, scores.gates)
 
     def _forward_reference(self, scores: Scores, tokens: Tensor, context: Context) -> Selection:
         """Select step by step, without the kernel: for rules with their own ranks or weights, and for a learned width."""

@@ -11,7 +11,7 @@ import torch
 
 from holdfast.errors import unknown_name
 from holdfast.routing import Router, create_router
-from holdfast.testing import checks, declaration_checks, learning_checks
+from holdfast.testing import checks, declaration_checks
 from holdfast.testing.router_under_test import NotApplicable, Reference, RouterUnderTest
 
 CHECKS: dict[str, Callable[[RouterUnderTest], str | None]] = {
@@ -32,14 +32,14 @@ CHECKS: dict[str, Callable[[RouterUnderTest], str | None]] = {
     "held weights": declaration_checks.held_weights,
     "replay": declaration_checks.replay,
     "declared certificate": declaration_checks.certificate,
-    "save and load": learning_checks.save_and_load,
-    "evaluation keeps state": learning_checks.evaluation_keeps_state,
+    "save and load": checks.save_and_load,
+    "evaluation keeps state": checks.evaluation_keeps_state,
     "float32 routing": checks.float32_routing,
-    "no inert coefficient": learning_checks.no_inert_coefficient,
-    "no inert parameter": learning_checks.no_inert_parameter,
-    "second derivatives": learning_checks.second_derivatives,
-    "activation checkpointing": learning_checks.activation_checkpointing,
-    "compile": learning_checks.compile_whole,
+    "no inert coefficient": checks.no_inert_coefficient,
+    "no inert parameter": checks.no_inert_parameter,
+    "second derivatives": checks.second_derivatives,
+    "activation checkpointing": checks.activation_checkpointing,
+    "compile": checks.compile_whole,
 }
 
 

@@ -1,23 +1,19 @@
 """The checks of declarations: that declared costs, held weights and certificates agree with measurement.
 
-Each check is one function, as in `checks`. FLOPs are counted with torch's counter, extended by the operators of Holdfast.
+Each check is one function, as in `checks`.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from math import prod
-from typing import Any, final
+from typing import final
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from holdfast.certificates import NoCertificate, certify
 from holdfast.kernels import fp32_linear, grouped, token_mixing  # noqa: F401  (they define the operators)
-from holdfast.routing import Context, Part, Router, RouterCache, Routing
-from holdfast.routing.declarations import Cost, LayerSizes
+from holdfast.routing import Context, Router, RouterCache, Routing
+from holdfast.routing.declarations import LayerSizes
 from holdfast.testing.router_under_test import HEADS, STEEP, WIDTH, NotApplicable, RouterUnderTest, objective, state_of
 
 Shape = torch.Size
@@ -30,72 +26,26 @@ BISECTIONS = 22  # then two inputs differ by about one rounding
 
 
 def cost(subject: RouterUnderTest) -> None:
-    """Check that declared FLOPs, cached bytes and bytes summed over ranks equal the counted ones."""
-    parts = subject.prototype.all_parts
+    """Check that declared cached bytes and bytes that ranks exchange equal the counted ones."""
     sizes = _layer_sizes(subject.prototype)
-    undeclared = [type(part).__name__ for part in parts if part.cost(sizes) is None]
+    declared = {type(part).__name__: part.declares.cost for part in subject.prototype.all_parts}
+    undeclared = [name for name, cost in declared.items() if cost is None]
     if undeclared:
         raise NotApplicable(f"cost not declared: {', '.join(undeclared)}")
-    declared = [_declared_cost(part, sizes) for part in parts]
-    forward = sum(part.forward for part in declared)
-    training = forward + sum(part.noise + part.state_update for part in declared)
-    _require_equal("forward", forward, _counted(subject, training=False)[0])
-    in_training, backward = _counted(subject, training=True)
-    _require_equal("forward in training", training, in_training)
-    _require_equal("backward", sum(part.backward for part in declared), backward)
+    costs = [part.declares.cost(sizes) for part in subject.prototype.all_parts if part.declares.cost is not None]
+    counted = dict(zip(("summed", "gathered"), _exchanged_bytes(subject), strict=True))
     if subject.prototype.traits.cacheable:
-        _require_equal("cached bytes", sum(part.cached for part in declared), _cached_bytes(subject))
-    summed, gathered = _exchanged_bytes(subject)
-    _require_equal("bytes summed over ranks in a forward", sum(part.summed for part in declared), summed)
-    _require_equal("bytes per token gathered from ranks", sum(part.gathered for part in declared), gathered)
-
-
-def _declared_cost(part: Part, sizes: LayerSizes) -> Cost:
-    declared = part.cost(sizes)
-    assert declared is not None
-    return declared
+        counted["cached"] = _cached_bytes(subject)
+    for name, count in counted.items():
+        total = sum(getattr(cost, name) for cost in costs)
+        assert abs(total - count) <= 1e-9 * max(total, count), (
+            f"the declared cost ({name}) is {total:g} bytes, but the counted cost is {count:g}"
+        )
 
 
 def _layer_sizes(router: Router) -> LayerSizes:
-    """Return the sizes of the layer of `RouterUnderTest.context`, not causal: a token is mixed with all of its sequence."""
-    return LayerSizes(router.dim, router.experts, LENGTH, float(LENGTH), HEADS, WIDTH, WIDTH, NUMBER)
-
-
-def _require_equal(what: str, declared: float, counted: float) -> None:
-    assert abs(declared - counted) <= 1e-9 * max(declared, counted), (
-        f"the declared cost ({what}) is {declared:g}, but the counted cost is {counted:g}"
-    )
-
-
-def _counted(subject: RouterUnderTest, *, training: bool) -> tuple[float, float]:
-    """Return the FLOPs per token of a forward and of its backward, without what a forward does once for all tokens."""
-    few, many = (_flops(subject, sequences, training) for sequences in (2, 4))
-    forward, backward = ((more - less) / (2 * LENGTH) for less, more in zip(few, many, strict=True))
-    return forward, backward
-
-
-def _flops(subject: RouterUnderTest, sequences: int, training: bool) -> tuple[int, int]:
-    router = subject.build().train(training)
-    tokens = subject.tokens(sequences, LENGTH)
-    context = _trained_context(subject.context(tokens))
-    tokens.requires_grad_()
-    with counting() as counter:
-        routing = router(tokens, context)
-    if not training:
-        return counter.get_total_flops(), 0
-    with counting() as backward:
-        objective(routing).backward()
-    return counter.get_total_flops(), backward.get_total_flops()
-
-
-def _trained_context(context: Context) -> Context:
-    """Return the context with attention tensors that require gradients, as in training."""
-    attention = context.attention
-    assert attention is not None and attention.projection is not None
-    names = ("query", "key", "value", "output")
-    leaves: dict[str, Any] = {name: getattr(attention, name).detach().requires_grad_() for name in names}
-    attention.projection.weight.requires_grad_()
-    return replace(context, attention=replace(attention, **leaves))
+    """Return the sizes of the layer of `RouterUnderTest.context`."""
+    return LayerSizes(router.dim, router.experts, LENGTH, HEADS, WIDTH, WIDTH, NUMBER)
 
 
 def _cached_bytes(subject: RouterUnderTest) -> float:
@@ -139,7 +89,7 @@ def fixed_sets(subject: RouterUnderTest) -> None:
     assert not (router.fixed_sets and moved), "it declares fixed sets, but other tokens change them"
     assert router.fixed_sets or moved or not can_change, "it does not declare fixed sets, but other tokens change no set"
     differs = not torch.equal(before.logits, after.logits)
-    assert router.score.reads_tokens == differs, "`Score.reads_tokens` is not what other tokens show"
+    assert router.score.declares.reads_tokens == differs, "`reads_tokens` of the score is not what other tokens show"
 
 
 def active_experts(subject: RouterUnderTest) -> None:
@@ -153,9 +103,9 @@ def active_experts(subject: RouterUnderTest) -> None:
         in_use = int(router(tokens, subject.context(tokens)).used.sum())
         assert in_use <= most, f"it declares {most} rows in training, but a batch uses {in_use}"
     router.eval()
-    declared = router.select.active_experts(_layer_sizes(router))
-    if declared is None:
+    if router.select.declares.active is None:
         raise NotApplicable("it declares no number of active experts")
+    declared = router.select.declares.active(_layer_sizes(router))
     routing = router(tokens, subject.context(tokens))
     if routing.rows is not None:
         rows = float(routing.rows.mean())
@@ -337,7 +287,7 @@ class _Attack:
 def _core(router: Router, tokens: Tensor, context: Context) -> Tensor:
     """Return (T,E) bool: the certified set of each token."""
     routing = router(tokens, context)
-    core = router.select.core
+    core = router.select.declares.core
     if core is None:
         return routing.chosen
     best = routing.experts[:, :core]
@@ -355,71 +305,3 @@ def _towards(router: Router, tokens: Tensor, context: Context, other: int) -> Te
 
 def _unit(rows: Tensor) -> Tensor:
     return rows / rows.norm(dim=-1, keepdim=True).clamp_min(1e-30)
-
-
-@contextmanager
-def counting() -> Iterator[FlopCounterMode]:
-    """Count the FLOPs of the matrix products inside the `with`, including those of Holdfast's operators."""
-    with FlopCounterMode(display=False, custom_mapping=_operator_flops()) as counter:
-        yield counter
-
-
-def _operator_flops() -> dict[Any, Callable[..., int]]:
-    ops = torch.ops.holdfast
-    return {
-        ops.matmul_float32: _matmul,
-        ops.scaled_matmul_float32: _scaled,
-        ops.scaled_matmul_float32_backward: _scaled_backward,
-        ops.softmax_mix: _mix,
-        ops.softmax_mix_backward: _mix_backward,
-        ops.attention_entropy: _entropy,
-        ops.gather_mm: _gather,
-        ops.gather_mm_backward: _gather_backward,
-        ops.mm_combine: _combine,
-        ops.mm_combine_backward: _combine_backward,
-    }
-
-
-def _matmul(left: Shape, right: Shape, **_: Any) -> int:
-    return 2 * left[0] * left[1] * right[1]
-
-
-def _scaled(tokens: Shape, mixture: Shape, scales: Shape, weight: Shape, **_: Any) -> int:
-    return 2 * prod(mixture) * scales[1] + 2 * prod(tokens) * weight[0]
-
-
-def _scaled_backward(grad: Shape, tokens: Shape, mixture: Shape, scales: Shape, weight: Shape, **_: Any) -> int:
-    return 2 * prod(mixture) * scales[1] + 4 * prod(tokens) * weight[0]
-
-
-def _mix(query: Shape, key: Shape, value: Shape, second: Shape | None, *_: Any, **__: Any) -> int:
-    return 2 * prod(query[:2]) * key[1] * (query[2] + _width(second) + value[2])
-
-
-def _mix_backward(grad: Shape, grad_total: Shape | None, out: Shape, log_total: Shape, *operands: Any, **_: Any) -> int:
-    query, key, value, second = operands[:4]
-    return 2 * prod(query[:2]) * key[1] * (3 * (query[2] + _width(second)) + 2 * value[2])
-
-
-def _width(second: Shape | None) -> int:
-    return 0 if second is None else second[2]
-
-
-def _entropy(query: Shape, key: Shape, *_: Any, **__: Any) -> int:
-    return 2 * prod(query) * key[2]
-
-
-def _gather(tokens: Shape, weight: Shape, index: Shape, *_: Any, **__: Any) -> int:
-    return 2 * index[0] * weight[1] * weight[2]
-
-
-def _gather_backward(grad: Shape, tokens: Shape, weight: Shape, *_: Any, **__: Any) -> int:
-    return 4 * grad[0] * weight[1] * weight[2]
-
-
-def _combine(hidden: Shape, weight: Shape, *_: Any, **__: Any) -> int:
-    return 2 * hidden[0] * weight[1] * weight[2]
-
-
-def _combine_backward(grad: Shape, hidden: Shape, weight: Shape, *_: Any, **__: Any) -> int:
-    return 4 * hidden[0] * weight[1] * weight[2]

@@ -46,7 +46,7 @@ class RouterUnderTest:
         torch.manual_seed(1)
         router = self.build()
         router(tokens, context)
-        share = router.select.overflow
+        share = router.select.declares.overflow
         return share is not None and float(share) > 0
 
     def warm_up(self, batches: int = 3) -> "RouterUnderTest":

@@ -148,7 +148,7 @@ def build_model(task: Task, router: str, options: Mapping[str, Any], *, seed: in
 def _use_token_counts(model: nn.Module, task: Task) -> None:
     """Tell the routers that ask for it (`hash[balanced=true]`) how often each token id occurs in the training data."""
     routers = [module for module in model.modules() if isinstance(module, Router)]
-    routers = [router for router in routers if any(part.wants_token_counts for part in router.parts)]
+    routers = [router for router in routers if any(part.declares.wants_token_counts for part in router.parts)]
     counts = task.token_counts() if routers else None
     if counts is not None:
         for router in routers:

@@ -15,8 +15,16 @@ from torch import Tensor, nn
 from holdfast.hub.adapters import active_module
 from holdfast.kernels.select import TINY, top
 from holdfast.routing import Routing
-from holdfast.routing.conditions import HIGHEST_OF_GROUP, keep_best, keep_best_in_groups
-from holdfast.routing.declarations import SIGMOID, SOFTMAX, Conditions, GateFunction, NoCertificate
+from holdfast.routing.declarations import (
+    HIGHEST_OF_GROUP,
+    SIGMOID,
+    SOFTMAX,
+    Conditions,
+    GateFunction,
+    NoCertificate,
+    keep_best,
+    keep_best_in_groups,
+)
 from holdfast.routing.parts import normalise
 from holdfast.routing.rules import Rule, Scores
 from holdfast.routing.selection import Softmax, faded_gates
