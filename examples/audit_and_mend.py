@@ -35,14 +35,13 @@ def main() -> None:
     for finding in diagnose(before):
         print(f"{finding.severity}: {finding}")
 
-    trial = what_if(model, texts, given.router, before=before, **settings).summary()
-    for name, pair in trial["cost"].items():
-        print(f"{name}: {pair['before']:.4g} -> {pair['after']:.4g}")
+    trial = what_if(model, texts, given.router, before=before, **settings)
+    for name, pair in trial.cost.items():
+        print(f"{name}: {pair.before:.4g} -> {pair.after:.4g}")
     print(f"output change from top-k to {given.router}: by flips, and in total, which need not fall with it")
-    for name, pair in trial["flip_output"].items():
-        if pair["before"]:
-            total = trial["output"][name]
-            changes = [f"{each['before']:>9.4%} -> {each['after']:<9.4%}" for each in (pair, total)]
+    for name, pair in trial.flip_output.items():
+        if pair.before:
+            changes = [f"{each.before:>9.4%} -> {each.after:<9.4%}" for each in (pair, trial.output[name])]
             print(f"{name:<24}", *changes)
 
     if given.out is not None:

@@ -25,7 +25,7 @@ COMMANDS = {
     "run": "run another program with Holdfast imported",
 }
 # The packages of the extra `lab` that every command needs.
-NEEDED = ("accelerate", "jinja2", "plotly", "pydantic", "rich", "tyro", "yaml")
+NEEDED = ("accelerate", "jinja2", "plotly", "rich", "tyro", "yaml")
 
 
 def main(arguments: list[str] | None = None) -> int:

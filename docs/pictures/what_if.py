@@ -21,7 +21,7 @@ def stored_numbers(audit: dict[str, Any]) -> dict[str, Any]:
     return {
         "commands": COMMANDS,
         "versions": audit["versions"],
-        "model": {key: audit["model"][key] for key in ("class", "parameters", "experts", "routers")},
+        "model": {key: audit["model"][key] for key in ("architecture", "parameters", "experts", "routers")},
         "data": {"source": source["name"], "checksum": source["checksum"], "tokens": audit["data"]["tokens"]},
         "settings": {key: audit["settings"][key] for key in ("seed", "noise", "rate", "budget")},
         "what_if": {key: audit["what_if"][key] for key in MEASURES},

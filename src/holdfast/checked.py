@@ -6,6 +6,7 @@ path of the first wrong value (`training.steps`). An unknown key raises an error
 """
 
 import math
+import sys
 import types
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
@@ -28,8 +29,12 @@ class Limits:
 def from_mapping(kind: Any, values: Any, path: str = "", *, skip_unknown: bool = False) -> Any:
     """Return an instance of the dataclass `kind`; raise ValueError naming the path of the first value that is wrong.
 
+    Values may be instances already, at any depth: these were checked where they were made.
+
     skip_unknown    leave out keys that are no fields, in dataclasses inside it too, instead of refusing them
     """
+    if isinstance(values, kind):
+        return values
     if not isinstance(values, dict):
         raise ValueError(f"{path or 'it'} must be a section with keys, not {values!r}.")
     hints, known = _hints(kind), {entry.name: entry for entry in fields(kind)}
@@ -49,7 +54,7 @@ def check_value(kind: Any, value: Any, path: str, *, skip_unknown: bool = False)
     """Return `value` as the type `kind`; raise ValueError if it has another type. `path` names the value in the error."""
     kinds = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
     for each in kinds:
-        if is_dataclass(each) and value is not None:
+        if is_dataclass(each) and (value is not None or types.NoneType not in kinds):
             return from_mapping(each, value, path, skip_unknown=skip_unknown)
         if _holds_sections(each) and isinstance(value, list | dict):
             return _check_entries(each, value, path, skip_unknown=skip_unknown)
@@ -130,7 +135,7 @@ def _parts(kind: Any) -> tuple[Limits | None, Any, tuple[Any, ...]]:
 
 def _fits(kind: Any, value: Any) -> bool:
     if kind is float:  # first, because a report has many
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     limits, origin, inside = _parts(kind)
     if limits is not None:
         return _fits(_without_limits(kind), value) and limits.low <= value <= limits.high

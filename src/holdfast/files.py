@@ -24,7 +24,6 @@ MIB = 2**20
 SMALL = 16 * MIB  # limit for a JSON file with settings
 LARGE = 256 * MIB  # limit for a vocabulary or a training log
 LARGEST = 1024 * MIB  # limit for stored results
-REPORT_SCHEMA = 1  # of the stored files of audits, geometry and mismatch: those who write and those who read them use it
 DEEPEST = 64  # limit for the nesting levels of JSON; files that libraries write have about ten
 KINDS = {
     stat.S_IFIFO: "a named pipe",

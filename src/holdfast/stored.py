@@ -29,6 +29,11 @@ class StoredRecord:
     def to_json(self) -> str:
         return json.dumps(without_nan(self), indent=self.indent, allow_nan=False) + "\n"
 
+    def as_stored(self) -> Self:
+        """Return the record as `load` would return it after `save`: with None in place of NaN and infinity."""
+        record: Self = from_mapping(type(self), without_nan(self))
+        return record
+
     def save(self, path: str | Path) -> Path:
         """Write the record to a file, atomically."""
         write_atomically(Path(path), self.to_json())

@@ -1,8 +1,10 @@
 """Tiny models, inputs and a tokenizer for audits."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tiny import tiny
 from tiny_dense import tiny_dense
@@ -69,3 +71,20 @@ def state(model: Any) -> dict[str, Tensor]:
 
 def hooks(model: Any) -> int:
     return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a text of words that the tokenizer knows."""
+    path = tmp_path_factory.mktemp("text") / "some.txt"
+    path.write_text("\n".join(texts(400)))
+    return path
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Save a model as a Hugging Face folder."""
+    path = tmp_path_factory.mktemp("folder") / "model"
+    tiny("mixtral").save_pretrained(path)
+    tokenizer().save_pretrained(path)
+    return path

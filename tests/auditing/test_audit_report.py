@@ -44,7 +44,7 @@ def test_a_file_that_is_not_a_report_is_refused(content: str, tmp_path: Path) ->
 
 EDITS: list[tuple[tuple[str, ...], Any]] = [
     *(((key,), value) for key in ("model", "data", "overall", "layers", "perturbations") for value in (None, 3, "x", [1])),
-    *((("overall", "entropy"), value) for value in ("0.5", [1], True, 10**400, {"deep": "x"})),
+    *((("overall", "entropy"), value) for value in ("x", [1], True, 10**400, {"deep": "x"})),
     *(((key,), value) for key in ("at_risk", "settings", "versions", "what_if", "view") for value in (3, "x")),
     (("layers", "0", "near_ties"), 7),
     (("seconds",), "soon"),
@@ -70,11 +70,9 @@ def test_a_comparison_with_an_edited_file_prints_a_one_line_error(
 def test_a_comparison_takes_folders_and_names_that_look_like_markup(
     report: AuditReport, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    named = replace(report, model={**report.model, "name": "[/red]"}, overall={**report.overall, "[/b]": 1.0})
+    named = replace(report, model=replace(report.model, name="[/red]"), overall=replace(report.overall, loss=1.0))
     for name, one in (("a", report), ("b", named)):
         one.save(tmp_path / name / "audit.json")
-    del (stored := json.loads((tmp_path / "a" / "audit.json").read_text()))["data"]["checksum"], stored["model"]["name"]
-    (tmp_path / "a" / "audit.json").write_text(json.dumps(stored))
     assert main(["audit", "--compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     assert "[/red]" in capsys.readouterr().out
     (tmp_path / "deep.json").write_text("[" * 200_000)
@@ -94,12 +92,12 @@ def test_two_audits_of_one_model_are_the_same(report: AuditReport) -> None:
 
 def test_the_checksum_depends_only_on_the_data(report: AuditReport) -> None:
     options: dict[str, Any] = {"tokenizer": tokenizer(), "batch": 3, "perturb": ["none"]}
-    assert audit(tiny("olmoe"), texts(), **options).data["checksum"] == report.data["checksum"]
-    assert audit(tiny("olmoe"), [*texts(5), "the cat"], **options).data["checksum"] != report.data["checksum"]
+    assert audit(tiny("olmoe"), texts(), **options).data.checksum == report.data.checksum
+    assert audit(tiny("olmoe"), [*texts(5), "the cat"], **options).data.checksum != report.data.checksum
 
 
 def test_conditions_read_the_overall_numbers(report: AuditReport) -> None:
-    share = report.overall["undecided"]["bf16"]
+    share = report.overall.undecided["bf16"]
     assert parse_condition(f"undecided.bf16 >= {share!r}").holds(report) == (True, share)
     assert parse_condition(f"undecided.bf16>{share!r}").holds(report)[0] is False
     assert parse_condition("flips.noise.0.05>0").holds(report)[0] and parse_condition("flips.none<=0").holds(report)[0]
@@ -118,7 +116,7 @@ def test_conditions_read_the_overall_numbers(report: AuditReport) -> None:
     ],
 )
 def test_a_wrong_condition_raises_a_one_line_error(written: str, says: str, report: AuditReport) -> None:
-    report = replace(report, overall={**report.overall, "loss": None})
+    report = replace(report, overall=replace(report.overall, loss=None))
     with pytest.raises(ValueError, match=says):
         parse_condition(written).holds(report)
 
@@ -126,7 +124,7 @@ def test_a_wrong_condition_raises_a_one_line_error(written: str, says: str, repo
 def test_differences_are_those_of_the_overall_numbers(report: AuditReport) -> None:
     other = audit(tiny("mixtral", seed=1), texts(), tokenizer=tokenizer(), batch=3, perturb=["none"])
     found = {name: pair for name, *pair in differences(report, other)}
-    assert found["entropy"] == [report.overall["entropy"], other.overall["entropy"]]
+    assert found["entropy"] == [report.overall.entropy, other.overall.entropy]
     assert found["flips.noise.0.05"][1] is None and "layers" not in found
 
 
@@ -136,7 +134,7 @@ def test_an_interrupted_audit_reports_the_batches_it_finished() -> None:
         raise KeyboardInterrupt
 
     found = audit(tiny("mixtral"), broken_off(), perturb=["none", "noise"])
-    assert found.status == "interrupted" and found.data["batches"] == 2
+    assert found.status == "interrupted" and found.data.batches == 2
     whole = audit(tiny("mixtral"), batches(2), perturb=["none", "noise"])
     assert whole.status == "complete" and found.overall == whole.overall
 
@@ -153,7 +151,7 @@ def test_an_interruption_in_the_middle_of_a_batch_leaves_that_batch_out() -> Non
     handle = model.register_forward_pre_hook(stop)
     found = audit(model, batches(3), perturb=["none", "noise"], noise=[0.05])
     handle.remove()
-    assert found.status == "interrupted" and found.data["batches"] == 1
+    assert found.status == "interrupted" and found.data.batches == 1
     whole = audit(tiny("mixtral"), batches(1), perturb=["none", "noise"], noise=[0.05])
     assert found.overall == whole.overall and found.perturbations == whole.perturbations
 
@@ -186,13 +184,13 @@ def test_batches_are_read_one_at_a_time() -> None:
 
 def test_an_audit_stops_after_the_tokens_it_was_given() -> None:
     found = audit(tiny("mixtral"), batches(9), perturb=["none"], tokens=100)
-    assert found.data["batches"] == 3 and found.data["tokens"] == 135
+    assert found.data.batches == 3 and found.data.tokens == 135
 
 
 def test_long_texts_are_cut_and_every_token_is_seen() -> None:
     long = " ".join(texts(20))
     found = audit(tiny("mixtral"), [long], tokenizer=tokenizer(), length=16, batch=4, perturb=["none"])
-    assert found.data["tokens"] == len(long.split()) and found.data["sequences"] == -(-len(long.split()) // 16)
+    assert found.data.tokens == len(long.split()) and found.data.sequences == -(-len(long.split()) // 16)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """The unperturbed model: certificates, rounding, tokens at risk, and routing metrics."""
 
 import math
+from dataclasses import asdict
+from typing import Any
 
 import pytest
 import torch
@@ -18,20 +20,20 @@ def test_no_decided_token_flips_and_a_share_of_the_undecided_does() -> None:
     many = [{"input_ids": torch.randint(3, 64, (12, 60), generator=source)}]
     flips = []
     for model_type in ("mixtral", "deepseek_v3", "gpt_oss"):
-        found = audit(tiny(model_type), many, perturb=["none"])
+        found: Any = audit(tiny(model_type), many, perturb=["none"])
         for layer in found.layers:
             for dtype in ("bf16", "fp16"):
-                assert layer["undecided"][dtype]["decided_that_flip"] == 0
-            assert layer["undecided"]["fp16"]["share"] < layer["undecided"]["bf16"]["share"] < 0.2
-            flips.append(layer["undecided"]["bf16"]["of_undecided_flip"])
+                assert layer.undecided[dtype].decided_that_flip == 0
+            assert layer.undecided["fp16"].share < layer.undecided["bf16"].share < 0.2
+            flips.append(layer.undecided["bf16"].of_undecided_flip)
     assert 0.02 < sum(flips) / len(flips) < 1
 
 
 @pytest.mark.parametrize("router", ["smooth", "symphony", "smoe"])
 def test_no_decided_token_flips_with_holdfast_routers(router: str) -> None:
-    found = audit(holdfast.reroute(tiny("olmoe"), router), batches(8), perturb=["none"])
-    assert all(layer["undecided"]["bf16"]["decided_that_flip"] == 0 for layer in found.layers)
-    assert found.overall["undecided"]["bf16"] > 0
+    found: Any = audit(holdfast.reroute(tiny("olmoe"), router), batches(8), perturb=["none"])
+    assert all(layer.undecided["bf16"].decided_that_flip == 0 for layer in found.layers)
+    assert found.overall.undecided["bf16"] > 0
 
 
 def test_the_layers_contain_the_routing_report() -> None:
@@ -43,9 +45,9 @@ def test_the_layers_contain_the_routing_report() -> None:
     known, found = report.result(), audit(model, batches(), perturb=["none"])
     for mine, theirs in zip(found.layers, known["layers"], strict=True):
         for name in ("tokens", "entropy", "load", "experts_per_token", "near_ties", "instability"):
-            assert mine[name] == theirs[name], name
-        assert mine["co_selection"]["counts"] == theirs["co_selection"]["counts"]
-        assert mine["entropy_share"] == pytest.approx(theirs["entropy"] / math.log(8))
+            assert asdict(mine)[name] == theirs[name], name
+        assert mine.co_selection.counts == theirs["co_selection"]["counts"]
+        assert mine.entropy_share == pytest.approx(theirs["entropy"] / math.log(8))
 
 
 def test_the_loss_equals_that_of_the_model() -> None:
@@ -54,9 +56,9 @@ def test_the_loss_equals_that_of_the_model() -> None:
     with torch.no_grad():
         expected = float(model(**batch, labels=labels).loss)
     for given in (batch, {**batch, "labels": labels}):
-        found = audit(model, [given], perturb=["none"])
-        assert found.overall["loss"] == pytest.approx(expected, rel=1e-5)
-        assert found.overall["perplexity"] == pytest.approx(math.exp(expected), rel=1e-4)
+        found: Any = audit(model, [given], perturb=["none"])
+        assert found.overall.loss == pytest.approx(expected, rel=1e-5)
+        assert found.overall.perplexity == pytest.approx(math.exp(expected), rel=1e-4)
 
 
 def test_the_histogram_of_radii_has_their_counts_median_and_low_share() -> None:
@@ -70,35 +72,35 @@ def test_the_histogram_of_radii_has_their_counts_median_and_low_share() -> None:
         parts.merge(other)
     found = whole.result()
     assert found == parts.result()
-    edges = [0.0, *found["edges"], math.inf]
-    for low, high, count in zip(edges, edges[1:], found["counts"], strict=False):
+    edges = [0.0, *found.edges, math.inf]
+    for low, high, count in zip(edges, edges[1:], found.counts, strict=False):
         inside = (radii >= low) & (radii < high) if high < math.inf else radii >= low
         assert abs(int(inside.sum()) - count) <= 1  # an edge is a power that rounds
-    assert found["median"] == pytest.approx(float(radii.median()), rel=0.04)
-    assert found["below_0.001"] == float((radii < 1e-3).double().mean()) and found["none"] == 3 / 4000
+    assert found.median == pytest.approx(float(radii.median()), rel=0.04)
+    assert found.low == float((radii < 1e-3).double().mean()) and found.none == 3 / 4000
 
 
 def test_the_tokens_at_risk_are_those_with_the_smallest_radii_decoded_in_context() -> None:
-    found = audit(tiny("mixtral"), texts(12), tokenizer=tokenizer(), perturb=["none"], at_risk=7, batch=5)
-    risk = [entry["relative"] for entry in found.at_risk]
+    found: Any = audit(tiny("mixtral"), texts(12), tokenizer=tokenizer(), perturb=["none"], at_risk=7, batch=5)
+    risk = [entry.relative for entry in found.at_risk]
     assert len(risk) == 7 and risk == sorted(risk) and risk[0] > 0
-    everything = audit(tiny("mixtral"), texts(12), tokenizer=tokenizer(), perturb=["none"], at_risk=10_000, batch=12)
+    everything: Any = audit(tiny("mixtral"), texts(12), tokenizer=tokenizer(), perturb=["none"], at_risk=10_000, batch=12)
     assert len(everything.at_risk) == 12 * 14 * 3
-    assert [entry["relative"] for entry in everything.at_risk[:7]] == pytest.approx(risk, rel=1e-3)
+    assert [entry.relative for entry in everything.at_risk[:7]] == pytest.approx(risk, rel=1e-3)
     for entry in found.at_risk:
-        text = texts(12)[entry["batch"] * 5 + entry["sequence"]].split()
-        assert text[entry["position"]] == entry["text"] and entry["text"] in entry["context"].split()
-        assert " ".join(text[max(0, entry["position"] - 4) : entry["position"] + 5]) == entry["context"]
-        around = [word for word in (entry["before"], entry["text"], entry["after"]) if word]
-        assert " ".join(around) == entry["context"] and entry["leaves"] != entry["enters"]
+        text = texts(12)[entry.batch * 5 + entry.sequence].split()
+        assert text[entry.position] == entry.text and entry.text in entry.context.split()
+        assert " ".join(text[max(0, entry.position - 4) : entry.position + 5]) == entry.context
+        around = [word for word in (entry.before, entry.text, entry.after) if word]
+        assert " ".join(around) == entry.context and entry.leaves != entry.enters
 
 
 def test_the_view_has_the_first_text_with_every_layers_radii() -> None:
-    found = audit(tiny("mixtral"), texts(4, words=9), tokenizer=tokenizer(), perturb=["none"], at_risk=10_000, batch=2)
-    assert found.view is not None and found.view["pieces"] == texts(4, words=9)[0].split()
+    found: Any = audit(tiny("mixtral"), texts(4, words=9), tokenizer=tokenizer(), perturb=["none"], at_risk=10_000, batch=2)
+    assert found.view is not None and found.view.pieces == texts(4, words=9)[0].split()
     for entry in found.at_risk:
-        if entry["batch"] == 0 and entry["sequence"] == 0:
-            assert found.view["layers"][str(entry["layer"])][entry["position"]] == entry["relative"]
+        if entry.batch == 0 and entry.sequence == 0:
+            assert found.view.layers[str(entry.layer)][entry.position] == entry.relative
     assert audit(tiny("mixtral"), batches(1), perturb=["none"]).view is None  # numbers, and nobody to read them
 
 
@@ -109,7 +111,7 @@ def test_groups_of_experts_that_no_token_connects_are_counted() -> None:
 
 
 def test_an_audit_continues_if_a_router_has_no_certificate() -> None:
-    found = audit(sparse("xmoe+similarity"), batches(vocabulary=96), perturb=["noise"])
-    skipped = [layer["radius"].get("skipped") for layer in found.layers]
+    found: Any = audit(sparse("xmoe+similarity"), batches(vocabulary=96), perturb=["noise"])
+    skipped = [layer.no_certificate for layer in found.layers]
     assert all(reason and "no certificate is known" in reason for reason in skipped) or not any(skipped)
-    assert found.perturbations["noise.0.05"]["overall"]["flips"] > 0
+    assert found.perturbations["noise.0.05"].overall.flips > 0

@@ -6,29 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from auditing.audited_models import texts, tokenizer
+from auditing.audited_models import tokenizer
 from tiny import tiny
 
 from holdfast.auditing import GeometryReport
 from holdfast_command import main
 
 QUICK = ["--tokens", "96", "--length", "16", "--batch", "4", "--walking", "16", "--walks", "1", "--pictures", "1"]
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "some.txt"
-    path.write_text("\n".join(texts(400)))
-    return path
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save a model as a Hugging Face folder."""
-    path = tmp_path_factory.mktemp("folder") / "model"
-    tiny("mixtral").save_pretrained(path)
-    tokenizer().save_pretrained(path)
-    return path
 
 
 def test_a_folder_is_measured_and_its_page_is_written_and_rendered_again(
@@ -38,10 +22,10 @@ def test_a_folder_is_measured_and_its_page_is_written_and_rendered_again(
     given = ["geometry", str(folder), "--text", str(text), *QUICK, "--out", str(out)]
     assert main(given) == 0
     shown = capsys.readouterr().out
-    assert "order 1" in shown and "Largest jumps" in shown and "With smooth instead" in shown
-    report = GeometryReport.load(out / "geometry.json")
-    assert report.data["source"]["checksum"] and report.model["name"] == str(folder) and report.data["tokens"] >= 96
-    assert report.settings["what_if"] == "smooth" and report.layers[0]["pictures"]["slices"]
+    assert "within 1%, order 1" in shown and "Largest jumps" in shown and "What if: the router smooth" in shown
+    report: Any = GeometryReport.load(out / "geometry.json")
+    assert report.data.source and report.model.name == str(folder) and report.data.tokens >= 96
+    assert report.settings.what_if == "smooth" and report.layers[0].pictures.slices
     page = (out / "geometry.html").read_text(encoding="utf-8")
     assert main(given) == 2 and "--force" in capsys.readouterr().err
     (out / "geometry.json").rename(tmp_path / "kept.json")  # the page alone is not overwritten either
@@ -124,5 +108,5 @@ def test_a_model_without_a_known_geometry_has_a_page_with_the_reasons(tmp_path: 
     shown = capsys.readouterr().out
     assert "is not measured: " in shown
     stored = json.loads((out / "geometry.json").read_text())
-    assert all(layer["skipped"] for layer in stored["layers"])
+    assert stored["layers"] == [] and all(layer["reason"] for layer in stored["refused"])
     assert "No layer of this model has a known geometry" in (out / "geometry.html").read_text(encoding="utf-8")

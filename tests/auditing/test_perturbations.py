@@ -13,88 +13,83 @@ from torch import Tensor, nn
 
 import holdfast
 from holdfast.attacks import swap_words
-from holdfast.auditing import AuditReport, audit
-from holdfast.auditing.batches import labelled_batch
-from holdfast.auditing.model_and_data import TextEncoder
+from holdfast.auditing import audit
+from holdfast.auditing.model_and_data import TextEncoder, labelled_batch
 from holdfast.auditing.perturbations import aligned_rows
 
 ROUTERS = ["native", "smoe", "smooth", "symphony+similarity", "ac", "attention", "top-p"]
 
 
-def ran(report: AuditReport) -> dict[str, dict[str, Any]]:
-    return {name: one for name, one in report.perturbations.items() if one["skipped"] is None}
-
-
 @pytest.mark.parametrize("model_type", quick_or_slow(sorted(EXTRA), ["deepseek_v3", "gpt_oss"]))
 def test_every_family_is_audited_under_every_perturbation(model_type: str) -> None:
-    found = audit(tiny(model_type), texts(), tokenizer=tokenizer(), batch=3)
-    assert found.status == "complete" and len(found.layers) == len(found.model["layers"]) > 1
-    assert {name: one["skipped"] for name, one in found.perturbations.items() if one["skipped"]} == {}
-    assert set(ran(found)) == {
+    found: Any = audit(tiny(model_type), texts(), tokenizer=tokenizer(), batch=3)
+    assert found.status == "complete" and len(found.layers) == len(found.model.layers) > 1
+    assert found.skipped == {}
+    assert set(found.perturbations) == {
         *("none", "noise.0.01", "noise.0.05", "routing.bf16", "routing.fp16", "model.bf16"),
         *("batch.alone", "batch.left", "batch.right", "backend", "words", "typos", "attack"),
     }
-    none = ran(found)["none"]["overall"]
-    assert none["flips"] == none["weight_change"] == none["output"]["total"] == none["prediction_flips"] == 0
+    none = found.perturbations["none"].overall
+    assert none.flips == none.weight_change == none.output.total == none.prediction_flips == 0
     assert (
-        0 < ran(found)["noise.0.01"]["overall"]["output"]["total"] < ran(found)["noise.0.05"]["overall"]["output"]["total"]
+        0 < found.perturbations["noise.0.01"].overall.output.total < found.perturbations["noise.0.05"].overall.output.total
     )
     for name in ("batch.alone", "batch.left", "batch.right", "backend"):
-        assert ran(found)[name]["overall"]["output"]["total"] < 1e-5, name
+        assert found.perturbations[name].overall.output.total < 1e-5, name
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "deepseek_v3", "gpt_oss"])
 def test_a_model_in_bfloat16_is_compared_with_itself_in_float32(model_type: str) -> None:
     model = tiny(model_type).bfloat16()
     kept = state(model)
-    found = audit(model, batches())
-    assert {name for name, one in found.perturbations.items() if one["skipped"]} == {"words", "typos"}
-    assert ran(found)["model.fp32"]["overall"]["output"]["total"] > 0.001 and found.model["dtype"] == "bfloat16"
-    assert ran(found)["attack"]["overall"]["flips"] > 0 == ran(found)["none"]["overall"]["output"]["total"]
+    found: Any = audit(model, batches())
+    assert set(found.skipped) == {"words", "typos"}
+    assert found.perturbations["model.fp32"].overall.output.total > 0.001 and found.model.dtype == "bfloat16"
+    assert found.perturbations["attack"].overall.flips > 0 == found.perturbations["none"].overall.output.total
     assert all(torch.equal(tensor, kept[name]) for name, tensor in model.state_dict().items())
 
 
 def test_a_model_with_constant_routers_never_flips() -> None:
-    found = audit(constant(), texts(), tokenizer=tokenizer(), batch=3, noise=(0.01, 0.5), budget=0.5)
-    assert len(ran(found)) == 13
-    for name, one in ran(found).items():
-        for layer in one["layers"]:
-            assert layer["flips"] == layer["first_flips"] == layer["output"]["flip"] == 0, name
-    assert found.overall["undecided"] == {"bf16": 0, "fp16": 0}
-    assert all(layer["radius"]["below_0.001"] == 0 for layer in found.layers)
-    assert ran(found)["model.bf16"]["overall"]["output"]["rest"] > 0  # the outputs do change
+    found: Any = audit(constant(), texts(), tokenizer=tokenizer(), batch=3, noise=(0.01, 0.5), budget=0.5)
+    assert len(found.perturbations) == 13
+    for name, one in found.perturbations.items():
+        for layer in one.layers:
+            assert layer.flips == layer.first_flips == layer.output.flip == 0, name
+    assert found.overall.undecided == {"bf16": 0, "fp16": 0}
+    assert all(layer.radius and layer.radius.low == 0 for layer in found.layers)
+    assert found.perturbations["model.bf16"].overall.output.rest > 0  # the outputs do change
 
 
 @pytest.mark.parametrize("router", quick_or_slow(ROUTERS, ["native", "symphony+similarity"]))
 def test_a_rerouted_model_is_audited_and_unchanged(router: str) -> None:
     model = holdfast.reroute(tiny("olmoe"), router).train()
     kept, hooked, modes = state(model), hooks(model), [module.training for module in model.modules()]
-    found = audit(model, batches())
-    assert len(ran(found)) >= 9
-    assert ran(found)["none"]["overall"]["output"]["total"] == 0
+    found: Any = audit(model, batches())
+    assert len(found.perturbations) >= 9
+    assert found.perturbations["none"].overall.output.total == 0
     assert all(torch.equal(tensor, kept[name]) for name, tensor in model.state_dict().items())
     assert hooks(model) == hooked and [module.training for module in model.modules()] == modes
     assert model.config._experts_implementation == tiny("olmoe").config._experts_implementation
 
 
 def test_a_sparsified_model_is_audited_without_another_backend() -> None:
-    found = audit(sparse(), batches(vocabulary=96))
-    assert "Holdfast's own" in found.perturbations["backend"]["skipped"]
-    assert "not texts" in found.perturbations["words"]["skipped"]
-    assert ran(found)["noise.0.05"]["overall"]["flips"] > 0
+    found: Any = audit(sparse(), batches(vocabulary=96))
+    assert "Holdfast's own" in found.skipped["backend"].reason
+    assert "not texts" in found.skipped["words"].reason
+    assert found.perturbations["noise.0.05"].overall.flips > 0
 
 
 @pytest.mark.parametrize("model_type", quick_or_slow(["vit", "swin", "bert", "gpt2"], ["vit"]))
 def test_other_kinds_of_models_are_audited_too(model_type: str) -> None:
     model = holdfast.sparsify(tiny_dense(model_type), experts=4, k=2, router="smoe").eval()
-    found = audit(model, [dense_inputs(model_type)])
-    alone = ran(found)["batch.alone"]
-    assert alone["overall"]["output"]["total"] < 1e-4 and alone["overall"]["loss"]["size"] < 1e-4
+    found: Any = audit(model, [dense_inputs(model_type)])
+    alone = found.perturbations["batch.alone"]
+    assert alone.overall.output.total < 1e-4 and alone.overall.loss.size < 1e-4
     if model_type in ("vit", "swin"):
-        assert found.perturbations["batch.left"]["skipped"].startswith("images ")
+        assert found.skipped["batch.left"].reason.startswith("images ")
     else:
-        assert ran(found)["batch.left"]["overall"]["output"]["total"] < 1e-4
-    assert found.overall["loss"] > 0
+        assert found.perturbations["batch.left"].overall.output.total < 1e-4
+    assert found.overall.loss > 0
 
 
 def test_noise_has_the_given_length_and_is_repeatable() -> None:
@@ -124,19 +119,19 @@ class Nosy(nn.Module):
 def test_a_layer_that_depends_on_other_sequences_is_found() -> None:
     model = tiny("mixtral")
     model.model.layers[0].mlp.experts = Nosy(model.model.layers[0].mlp.experts)
-    found = audit(model, batches(), perturb=["batch", "none"])
-    assert ran(found)["none"]["overall"]["output"]["total"] == 0
+    found: Any = audit(model, batches(), perturb=["batch", "none"])
+    assert found.perturbations["none"].overall.output.total == 0
     for name in ("batch.alone", "batch.left", "batch.right"):
-        assert ran(found)[name]["overall"]["output"]["total"] > 0.01
-        assert ran(found)[name]["layers"][0]["flips"] == 0 < ran(found)[name]["layers"][1]["flips"]
+        assert found.perturbations[name].overall.output.total > 0.01
+        assert found.perturbations[name].layers[0].flips == 0 < found.perturbations[name].layers[1].flips
 
 
 def test_a_router_that_is_random_in_evaluation_is_found() -> None:
     model = tiny("mixtral")
     model.model.layers[1].mlp.gate.register_forward_pre_hook(lambda module, given: (given[0] + torch.randn_like(given[0]),))
-    found = audit(model, batches(), perturb="none")
-    layers = ran(found)["none"]["layers"]
-    assert layers[0]["flips"] == 0 < layers[1]["flips"]
+    found: Any = audit(model, batches(), perturb="none")
+    layers = found.perturbations["none"].layers
+    assert layers[0].flips == 0 < layers[1].flips
 
 
 def test_the_backend_is_changed() -> None:
@@ -158,9 +153,9 @@ def test_a_failing_perturbation_reports_why_and_restores_the_model() -> None:
 
     kept = state(model)
     model.model.layers[2].mlp.experts.register_forward_pre_hook(refuse)
-    found = audit(model, batches(), perturb=["model", "noise"])
-    assert found.perturbations["model.bf16"]["skipped"].endswith("no bfloat16 here")
-    assert found.status == "complete" and ran(found)["noise.0.01"]["tokens"] == 90
+    found: Any = audit(model, batches(), perturb=["model", "noise"])
+    assert found.skipped["model.bf16"].reason.endswith("no bfloat16 here")
+    assert found.status == "complete" and found.perturbations["noise.0.01"].overall.tokens == 90
     assert all(torch.equal(tensor, kept[name]) for name, tensor in model.state_dict().items())
 
 
@@ -231,21 +226,21 @@ def test_both_texts_of_a_pair_are_attacked_and_aligned() -> None:
 
 def test_left_padding_flips_no_token() -> None:
     """Rows are matched: compared with the wrong rows, nearly all tokens would seem to flip."""
-    found = audit(tiny("qwen3_moe"), batches(), perturb=["batch"])
+    found: Any = audit(tiny("qwen3_moe"), batches(), perturb=["batch"])
     for name in ("batch.alone", "batch.left", "batch.right"):
-        assert ran(found)[name]["tokens"] == 2 * (17 + 11 + 17)
-        assert ran(found)[name]["overall"]["flips"] == 0 and ran(found)[name]["overall"]["prediction_flips"] == 0
+        assert found.perturbations[name].overall.tokens == 2 * (17 + 11 + 17)
+        assert found.perturbations[name].overall.flips == 0 and found.perturbations[name].overall.prediction_flips == 0
 
 
 def test_the_attack_finds_more_flips_with_more_budget() -> None:
     rates, changes = [], []
     for budget in (0.0001, 0.01, 0.3):
-        found = audit(tiny("mixtral"), batches(1), perturb=["attack"], budget=budget)
-        rates.append(ran(found)["attack"]["overall"]["flips"])
-        details = ran(found)["attack"]["details"]
+        found: Any = audit(tiny("mixtral"), batches(1), perturb=["attack"], budget=budget)
+        rates.append(found.perturbations["attack"].overall.flips)
+        details = found.perturbations["attack"].details
         assert [entry["layer"] for entry in details] == [0, 1, 2] and all(entry["budget"] == budget for entry in details)
-        changes.append(ran(found)["attack"]["overall"]["prediction_flips"])
-        assert ran(found)["attack"]["overall"]["loss"]["size"] > 0 or budget < 0.001
+        changes.append(found.perturbations["attack"].overall.prediction_flips)
+        assert found.perturbations["attack"].overall.loss.size > 0 or budget < 0.001
     assert rates[0] < rates[1] < rates[2] and rates[2] > 0.9
     assert changes[0] <= changes[1] < changes[2]
 
@@ -271,5 +266,5 @@ def test_losses_are_compared_where_the_label_is_the_same() -> None:
         said([1, 2, 3, 9], [1.5, 9.0, 2.0, 0.0], [5, 8, 7, -100]),
     )
     tally.compare_examples(one, two, None)
-    assert tally.losses.tokens == 2 and tally.losses.result()["change"] == -0.25 and tally.losses.result()["size"] == 0.75
+    assert tally.losses.tokens == 2 and tally.losses.result().change == -0.25 and tally.losses.result().size == 0.75
     assert tally.predictions.result() == 0.75

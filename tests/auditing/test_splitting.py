@@ -10,9 +10,8 @@ from tiny import EXTRA, tiny
 from torch import Tensor
 
 import holdfast
-from holdfast.auditing.batches import from_batches
 from holdfast.auditing.forwards import Observation, held_weights, observe, split_change
-from holdfast.auditing.model_and_data import AuditBatch, AuditedModel
+from holdfast.auditing.model_and_data import AuditBatch, AuditedModel, from_batches
 from holdfast.auditing.perturbations import Noise
 from holdfast.routing import Scores, Selection
 

@@ -8,7 +8,7 @@ from auditing.audited_models import batches, hooks, sparse, state
 from tiny import tiny
 
 import holdfast
-from holdfast.auditing import what_if
+from holdfast.auditing import audit, what_if
 
 
 def mixtral() -> Any:
@@ -23,15 +23,14 @@ def test_smooth_reduces_the_flip_part_and_the_model_is_restored(make: Any) -> No
     with torch.no_grad():
         before = model(**next(batches(1))).logits
     inputs = list(batches(6, vocabulary=size))
-    found = what_if(model, inputs, "smooth", options={"eps": 1.0}, perturb=["none", "noise"])
-    summary = found.summary()
+    summary: Any = what_if(model, inputs, "smooth", options={"eps": 1.0}, perturb=["none", "noise"])
     for level in ("noise.0.01", "noise.0.05"):
-        flips = summary["flip_output"][level]
-        assert flips["after"] < 0.3 * flips["before"]
+        flips = summary.flip_output[level]
+        assert flips.after < 0.3 * flips.before
         # What jumped now slides: the whole change need not be smaller, but must not be much larger.
-        assert summary["output"][level]["after"] < 1.2 * summary["output"][level]["before"]
-    assert summary["cost"]["experts_per_token"]["before"] == 2 < summary["cost"]["experts_per_token"]["after"]
-    assert summary["cost"]["loss"]["before"] != summary["cost"]["loss"]["after"]
+        assert summary.output[level].after < 1.2 * summary.output[level].before
+    assert summary.cost["experts_per_token"].before == 2 < summary.cost["experts_per_token"].after
+    assert summary.cost["loss"].before != summary.cost["loss"].after
     with torch.no_grad():
         assert torch.equal(model(**next(batches(1))).logits, before)
     assert hooks(model) == hooked and state(model).keys() == kept.keys()
@@ -39,8 +38,9 @@ def test_smooth_reduces_the_flip_part_and_the_model_is_restored(make: Any) -> No
 
 
 def test_the_native_rule_changes_nothing() -> None:
-    found = what_if(tiny("olmoe"), batches(), "native", perturb=["none", "noise", "batch"])
-    assert found.before.overall == found.after.overall
+    before = audit(tiny("olmoe"), batches(), perturb=["none", "noise", "batch"])
+    found: Any = what_if(tiny("olmoe"), batches(), "native", before=before, perturb=["none", "noise", "batch"])
+    assert found.overall == before.overall
 
 
 def test_the_model_is_restored_when_the_second_audit_fails() -> None:
@@ -72,9 +72,9 @@ def test_an_unknown_router_is_refused_before_any_change() -> None:
 
 def test_another_router_may_be_for_some_layers_only() -> None:
     model = tiny("mixtral")
-    found = what_if(model, batches(), "switch[k=1]@2", perturb=["none"]).summary()
-    assert found["cost"]["experts_per_token"]["before"] == 2
-    assert found["cost"]["experts_per_token"]["after"] == pytest.approx(5 / 3)  # of three layers, one has a k of 1
+    found: Any = what_if(model, batches(), "switch[k=1]@2", perturb=["none"])
+    assert found.cost["experts_per_token"].before == 2
+    assert found.cost["experts_per_token"].after == pytest.approx(5 / 3)  # of three layers, one has a k of 1
     with pytest.raises(ValueError, match="rerouted"):
         holdfast.restore(model)
 

@@ -9,7 +9,7 @@ from tiers import quick_or_slow
 from torch import Tensor
 
 from holdfast.geometry import occupation_bound, occupation_time, occupation_times
-from holdfast.geometry.occupation import probability_within
+from holdfast.geometry.walks import probability_within
 from holdfast.routing.declarations import Order
 
 STARTS = [(1.0, 0.3, 2.0, 1.0), (0.2, 0.5, 1.0, 1.0), (0.5, 0.5, 4.0, 0.7), (2.0, 0.4, 1.0, 1.5), (0.0, 0.5, 3.0, 1.0)]

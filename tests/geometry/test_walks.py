@@ -8,7 +8,7 @@ from tiers import quick_or_slow
 from torch import Tensor
 
 from holdfast.geometry import hitting_bounds, nearest_ties, simulate_walks
-from holdfast.geometry.diffusion import order_of
+from holdfast.geometry.walks import order_of
 from holdfast.routing.declarations import Order, Scales
 
 LEVELS = [0.2, 0.4, 0.7, 1.0, 3.0]

@@ -25,9 +25,9 @@ def built(family: str) -> Any:
 def test_an_audit_reads_the_gate_of_the_family(family: str) -> None:
     inputs = [{"input_ids": IDS}]
     report = holdfast.audit(built(family), inputs, perturb=["none", "noise", "routing", "attack"], noise=(0.5,))
-    same, other = report.perturbations["none"]["layers"], report.perturbations["noise.0.5"]["layers"]
-    assert all(layer["flips"] == 0 for layer in same)
-    assert any(layer["flips"] > 0 for layer in other)
+    same, other = report.perturbations["none"].layers, report.perturbations["noise.0.5"].layers
+    assert all(layer.flips == 0 for layer in same)
+    assert any(layer.flips > 0 for layer in other)
 
 
 @pytest.mark.parametrize("family", quick_or_slow(listed("MoE")[0], OTHER_GATES))

@@ -2,11 +2,12 @@
 
 import math
 import statistics
+from dataclasses import asdict
 
 import pytest
 import torch
 
-from holdfast.mismatch.estimates import PERMILLES, TAIL, Resampling, ratio_numbers, set_numbers, tail_shares
+from holdfast.mismatch.report import PERMILLES, TAIL, Estimate, Resampling, ratio_numbers, set_numbers, tail_shares
 
 LENGTHS = [7, 1, 12, 5]
 SEQUENCES, LONGEST, LAYERS = len(LENGTHS), max(LENGTHS), 3
@@ -58,7 +59,7 @@ def test_draws_are_of_all_sequences_with_replacement_and_repeatable() -> None:
 
 
 def test_numbers_of_the_ratio_are_those_of_a_loop() -> None:
-    ratio, live, clip = random_ratio(), random_ratio(1), (0.8, 1.2)
+    ratio, live, clip = random_ratio(), random_ratio(1), [0.8, 1.2]
     resampling = Resampling(SEQUENCES, 150, 0)
     found = ratio_numbers(ratio, clip, resampling, live)
     everything = tokens_of(ratio, list(range(SEQUENCES)))
@@ -67,9 +68,9 @@ def test_numbers_of_the_ratio_are_those_of_a_loop() -> None:
     def outside(values: list[float]) -> float:
         return statistics.fmean(not clip[0] <= math.exp(value) <= clip[1] for value in values)
 
-    assert found["tokens"] == len(everything) == sum(LENGTHS) - SEQUENCES
-    assert found["std"] == pytest.approx(statistics.pstdev(sizes), rel=1e-12)
-    assert found["largest"] == max(sizes)
+    assert found.tokens == len(everything) == sum(LENGTHS) - SEQUENCES
+    assert found.std == pytest.approx(statistics.pstdev(sizes), rel=1e-12)
+    assert found.largest == max(sizes)
     named = {
         "mean": lambda values: statistics.fmean(map(abs, values)),
         "ratio": lambda values: statistics.fmean(map(math.exp, values)),
@@ -79,17 +80,19 @@ def test_numbers_of_the_ratio_are_those_of_a_loop() -> None:
     for name, number in named.items():
         low, high = naive_interval([number(values) for values in draws if values])
         expected = {"value": number(everything), "low": low, "high": high}
-        assert found[name] == pytest.approx(expected, rel=1e-9), name
+        assert asdict(getattr(found, name)) == pytest.approx(expected, rel=1e-9), name
     for name, permille in PERMILLES.items():
         values = [naive_quantile([abs(value) for value in each], permille) for each in draws if each]
         low, high = naive_interval(values)
         expected = {"value": naive_quantile(sizes, permille), "low": low, "high": high}
-        assert found["quantiles"][name] == pytest.approx(expected, rel=1e-9), name
+        assert asdict(found.quantiles[name]) == pytest.approx(expected, rel=1e-9), name
     before = [tokens_of(live, rows) for rows in drawn_sequences(resampling)]
     change = [named["mean"](two) - named["mean"](one) for one, two in zip(before, draws, strict=True) if two]
     low, high = naive_interval(change)
     value = named["mean"](everything) - named["mean"](tokens_of(live, list(range(SEQUENCES))))
-    assert found["change"]["mean"] == pytest.approx({"value": value, "low": low, "high": high}, rel=1e-9)
+    assert found.change is not None and asdict(found.change.mean) == pytest.approx(
+        {"value": value, "low": low, "high": high}, rel=1e-9
+    )
 
 
 def test_the_tail_is_the_share_above_each_size() -> None:
@@ -120,26 +123,26 @@ def test_shares_of_sets_are_those_of_a_loop() -> None:
 
     own = numbers(list(range(SEQUENCES)))
     draws = [each for each in map(numbers, drawn_sequences(resampling)) if each is not None]
-    flat = {"routers": found["routers_differ"], "tokens": found["tokens_differ"]}
-    for layer in found["layers"]:
-        flat[f"router {layer['layer']}"] = layer["routers_differ"]
-        flat[f"so far {layer['layer']}"] = layer["tokens_differ_so_far"]
+    flat = {"routers": found.routers_differ, "tokens": found.tokens_differ}
+    for layer in found.layers:
+        flat[f"router {layer.layer}"] = layer.routers_differ
+        flat[f"so far {layer.layer}"] = layer.tokens_differ_so_far
     assert own is not None and flat.keys() == own.keys() and len(draws) < 600  # some draws have only the shortest sequence
     for name, value in own.items():
         low, high = naive_interval([each[name] for each in draws])
-        assert flat[name] == pytest.approx({"value": value, "low": low, "high": high}), name
-    assert found["tokens"] == sum(LENGTHS) - SEQUENCES
+        assert asdict(flat[name]) == pytest.approx({"value": value, "low": low, "high": high}), name
+    assert found.tokens == sum(LENGTHS) - SEQUENCES
 
 
 def test_one_sequence_has_no_interval() -> None:
     ratio = random_ratio()[2:3]
-    found = ratio_numbers(ratio, (0.8, 1.2), Resampling(1, 100, 0))
-    assert found["mean"]["low"] is found["mean"]["high"] is found["quantiles"]["99"]["low"] is None
-    assert found["quantiles"]["50"]["value"] == naive_quantile([abs(value) for value in tokens_of(ratio, [0])], 500)
+    found = ratio_numbers(ratio, [0.8, 1.2], Resampling(1, 100, 0))
+    assert found.mean.low is found.mean.high is found.quantiles["99"].low is None
+    assert found.quantiles["50"].value == naive_quantile([abs(value) for value in tokens_of(ratio, [0])], 500)
 
 
 def test_a_ratio_that_overflows_has_no_interval_and_does_not_raise() -> None:
     ratio = random_ratio()
     ratio[0, 2] = 1000.0
-    found = ratio_numbers(ratio, (0.8, 1.2), Resampling(SEQUENCES, 100, 0))
-    assert found["ratio"] == {"value": math.inf, "low": None, "high": None} and found["largest"] == 1000.0
+    found = ratio_numbers(ratio, [0.8, 1.2], Resampling(SEQUENCES, 100, 0))
+    assert found.ratio == Estimate(math.inf) and found.largest == 1000.0

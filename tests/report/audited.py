@@ -3,6 +3,9 @@
 import copy
 from typing import Any
 
+from holdfast.auditing import AuditReport
+from holdfast.checked import from_mapping
+
 PARTS = ("total", "flip", "rest", "flip_share")
 EDGES = [0.0001, 0.001, 0.01, 0.1]
 
@@ -28,7 +31,7 @@ def layer(number: int, **changed: Any) -> dict[str, Any]:
         "radius": {
             "kind": "exact",
             "median": 0.0123,
-            "below_0.001": 0.01,
+            "low": 0.01,
             "none": 0.0,
             "edges": EDGES,
             "counts": [1, 3, 96, 200, 100],
@@ -37,6 +40,7 @@ def layer(number: int, **changed: Any) -> dict[str, Any]:
             "bf16": {"share": 0.015, "of_undecided_flip": 0.5, "decided_that_flip": 0},
             "fp16": {"share": 0.001, "of_undecided_flip": None, "decided_that_flip": 0},
         },
+        "boundaries": {"skipped": "its ties are not flats."},
         **changed,
     }
 
@@ -52,11 +56,10 @@ def perturbed(about: str, *flips: float, harmless: bool = False) -> dict[str, An
     return {
         "about": about,
         "harmless": harmless,
-        "skipped": None,
-        "tokens": 400,
         "layers": [{"layer": number, "tokens": 400, **changes(share)} for number, share in enumerate(flips)],
         "overall": {
             **overall,
+            "tokens": 400,
             "prediction_flips": 0.031,
             "loss": {"before": 2.0, "after": 2.25, "change": 0.25, "size": 0.3},
         },
@@ -78,13 +81,19 @@ UNDECIDED = {
     "bf16": {"share": 0.3, "of_undecided_flip": 0.5, "decided_that_flip": 0},
     "fp16": {"share": 0.01, "of_undecided_flip": 0.25, "decided_that_flip": 0},
 }
+PLAIN = ("experts_per_token", "loss", "perplexity", "entropy", "entropy_share", "instability")
+GROUPS = (
+    *("load", "dropped", "near_ties", "undecided", "undecided_worst", "radius", "co_selection"),
+    *("flips", "first_flips", "weight_change", "output", "prediction_flips", "loss_change"),
+)
+OVERALL: dict[str, Any] = {"layers": 2, "tokens": 400, **dict.fromkeys(PLAIN), **{name: {} for name in GROUPS}}
 STORED: dict[str, Any] = {
     "schema": 1,
     "status": "complete",
     "model": {
         "name": "tiny-mixtral",
         "type": "mixtral",
-        "class": "MixtralForCausalLM",
+        "architecture": "MixtralForCausalLM",
         "dtype": "float32",
         "parameters": 1234,
         "layers": ["model.layers.0.mlp", "model.layers.1.mlp"],
@@ -95,7 +104,7 @@ STORED: dict[str, Any] = {
     "settings": {"perturb": ["none", "noise"], "noise": [0.01], "seed": 7},
     "versions": {"holdfast": "0.1.0", "torch": "2.13.7"},
     "seconds": 5.83,
-    "overall": {"layers": 2, "tokens": 400},
+    "overall": OVERALL,
     "layers": [
         layer(0),
         layer(
@@ -108,8 +117,8 @@ STORED: dict[str, Any] = {
     "perturbations": {
         "none": perturbed("the same forward a second time", 0.0, 0.0, harmless=True),
         "noise.0.01": perturbed("router inputs with noise of 0.01 of their length", 0.01, 0.1),
-        "words": {"about": "10% of the words swapped", "harmless": False, "skipped": "there are no texts, only inputs."},
     },
+    "skipped": {"words": {"about": "10% of the words swapped", "reason": "there are no texts, only inputs."}},
     "at_risk": [
         at_risk(0.000002, " night", "in the night of the year"),
         at_risk(0.0005, "the", "the cat and the dog"),
@@ -123,6 +132,12 @@ STORED: dict[str, Any] = {
         "flip_output": {"none": pair(0.0, 0.0), "noise.0.01": pair(0.0625, 0.003)},
         "output": {"none": pair(0.0, 0.0), "noise.0.01": pair(0.07, 0.081)},
         "prediction_flips": {"none": pair(0.0, 0.0), "noise.0.01": pair(0.031, None)},
-        "overall": {},
+        "overall": OVERALL,
     },
 }
+
+
+def report_of(stored: dict[str, Any]) -> AuditReport:
+    """Return what `AuditReport.load` would read."""
+    report: AuditReport = from_mapping(AuditReport, stored)
+    return report

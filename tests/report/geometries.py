@@ -3,6 +3,11 @@
 import copy
 from typing import Any
 
+from report import audited
+
+from holdfast.auditing import GeometryReport
+from holdfast.checked import from_mapping
+
 WIDTHS = [0.001, 0.01, 0.1]
 
 
@@ -22,7 +27,8 @@ def piece(kind: str, **changed: Any) -> dict[str, Any]:
         "lines": [[0.0, -0.1, 0.0, 0.0, 1, 2], [-0.1, 0.0, 0.0, 0.0, 0, 2], [0.0, 0.0, 0.1, 0.0, 0, 1]],
         "points": [[0.0, 0.0, 0, 1, 2]],
         "disagree": 0,
-        "panels": [{"extra": None}, {"extra": [[0, 1, 1, 0], [1, 2, 2, 1], [1, 3, 1, 1], [0, 0, 0, 0]]}],
+        "keys": [[0.0, 0.0, 0.0]] * 4,
+        "extra": [None, [[0, 1, 1, 0], [1, 2, 2, 1], [1, 3, 1, 1], [0, 0, 0, 0]]],
         "tokens": [{"token": 3, "x": -0.05, "y": -0.05, "text": "night"}],
         **changed,
     }
@@ -30,9 +36,7 @@ def piece(kind: str, **changed: Any) -> dict[str, Any]:
 
 def jump(size: float, text: str | None = "night", **changed: Any) -> dict[str, Any]:
     where = {"batch": 0, "place": 7, "sequence": 0, "position": 7, "token": 26}
-    around = (
-        {"before": "in the", "after": "of", "context": "in the night of"} if text else dict.fromkeys(("before", "after"))
-    )
+    around = {"before": "in the", "after": "of", "context": "in the night of"} if text else {}
     about = {"distance": 0.0321, "leaves": 3, "enters": 1, "size_with_what_if": 0.0005}
     return {**where, "text": text, **around, "size": size, **about, **changed}
 
@@ -47,7 +51,6 @@ def measured(number: int = 0, **changed: Any) -> dict[str, Any]:
         "layer": number,
         "name": f"model.layers.{number}.mlp",
         "router": "Linear TopK",
-        "skipped": None,
         "width": 16,
         "experts": 4,
         "k": 2,
@@ -71,7 +74,7 @@ def measured(number: int = 0, **changed: Any) -> dict[str, Any]:
             "largest": [jump(1.5), jump(1.25, None)],
         },
         "pictures": {
-            "token": {"text": "night", "before": "in the", "after": "of", "distance": 0.02},
+            "token": {"batch": 0, "place": 7, "text": "night", "before": "in the", "after": "of", "distance": 0.02},
             "slices": [piece("tokens"), piece("boundaries")],
             "normal": {
                 "token": 3,
@@ -94,11 +97,11 @@ def measured(number: int = 0, **changed: Any) -> dict[str, Any]:
                 "beyond": [0.0, 0.0077],
             },
             "entropy": {"own": 1.93, "informed": 1.99, "bound": 4.74, "mixing": 2.8},
-            "clusters": {"skipped": "there is no previous MoE layer."},
+            "skipped": {"clusters": "there is no previous MoE layer."},
             "slopes": {
                 "strip": 0.1,
                 "softmax": {"at_token": 0.2, "jump": 0.0, "largest": 0.231},
-                "top-k": {"at_token": 0.3, "jump": 0.546, "largest": None},
+                "top_k": {"at_token": 0.3, "jump": 0.546, "largest": None},
                 "smooth": {"at_token": 0.3, "jump": 0.0, "largest": 70.6},
             },
             "tsne": {"x": [0.1, 0.2, -0.3], "y": [1.0, 0.5, -0.5], "experts": [0, 2, 2]},
@@ -111,16 +114,16 @@ def measured(number: int = 0, **changed: Any) -> dict[str, Any]:
 STORED: dict[str, Any] = {
     "schema": 1,
     "status": "complete",
-    "model": {"name": "tiny-mixtral", "type": "mixtral", "class": "MixtralForCausalLM", "routers": ["native", "native"]},
+    "model": copy.deepcopy(audited.STORED["model"]),
     "data": {"kind": "texts", "checksum": "f70d1419", "batches": 2, "sequences": 8, "tokens": 400},
     "settings": {"noise": 0.05, "seed": 7, "what_if": "smooth"},
     "versions": {"holdfast": "0.1.0", "torch": "2.13.7"},
     "seconds": 5.83,
     "layers": [
         measured(0),
-        {"layer": 1, "name": "model.layers.1.mlp", "router": "Linear ReLU", "skipped": "its ties are not flats."},
-        measured(2, pictures={}, theory={}),
+        measured(2, pictures=None, theory=None),
     ],
+    "refused": [{"layer": 1, "name": "model.layers.1.mlp", "router": "Linear ReLU", "reason": "its ties are not flats."}],
     "what_if": {
         "router": "smooth",
         "cost": {
@@ -130,3 +133,9 @@ STORED: dict[str, Any] = {
         "jump": {"before": 0.4567, "after": 0.0004},
     },
 }
+
+
+def report_of(stored: dict[str, Any]) -> GeometryReport:
+    """Return what `GeometryReport.load` would read."""
+    report: GeometryReport = from_mapping(GeometryReport, stored)
+    return report

@@ -2,6 +2,11 @@
 
 from typing import Any
 
+from report import audited
+
+from holdfast.checked import from_mapping
+from holdfast.mismatch import MismatchReport
+
 TAIL = [0.001, 0.01, 0.1, 1.0]
 
 
@@ -20,7 +25,6 @@ def row(remedy: str, rollout: str, share: float, gap: float, router: str = "nati
         "remedy": remedy,
         "rollout": rollout,
         "router": router,
-        "skipped": None,
         "sets": {
             "tokens": 1000,
             "routers_differ": estimate(share, 0.001),
@@ -56,12 +60,19 @@ def row(remedy: str, rollout: str, share: float, gap: float, router: str = "nati
 
 
 def stored_mismatch() -> dict[str, Any]:
-    skipped = {"remedy": "float32", "rollout": "simulated", "router": "native", "skipped": "its gates are of two kinds."}
+    skipped = {"remedy": "float32", "rollout": "simulated", "reason": "its gates are of two kinds."}
     return {
         "schema": 1,
         "status": "complete",
-        "model": {"name": "tiny-mixtral", "dtype": "float32", "routers": ["native"]},
-        "data": {"kind": "rollout", "checksum": "f70d1419", "tokens": 1000, "engine": "vLLM on a GPU", "logprobs": True},
+        "model": dict(audited.STORED["model"]),
+        "data": {
+            "kind": "rollout",
+            "checksum": "f70d1419",
+            "sequences": 8,
+            "tokens": 1000,
+            "engine": "vLLM on a GPU",
+            "logprobs": True,
+        },
         "settings": {
             "rollout_dtype": "bfloat16",
             "rollout_batch": 1,
@@ -78,6 +89,12 @@ def stored_mismatch() -> dict[str, Any]:
             row("live", "simulated", 0.0187, 0.0123),
             row("replay", "simulated", 0.0, 0.0041),
             row("smooth", "simulated", 0.0311, 0.0067, router="smooth[budget=0.25]"),
-            skipped,
         ],
+        "skipped": [skipped],
     }
+
+
+def report_of(stored: dict[str, Any]) -> MismatchReport:
+    """Return what `MismatchReport.load` would read."""
+    report: MismatchReport = from_mapping(MismatchReport, stored)
+    return report

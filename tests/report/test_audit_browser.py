@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report.audited import at_risk, layer, perturbed, stored_audit
+from report.audited import at_risk, layer, perturbed, report_of, stored_audit
 from report.browsing import visit
 from report.geometries import piece
 
@@ -32,7 +32,7 @@ def large() -> dict[str, Any]:
     near = [{"order": 1, "shares": [0.1]}, {"order": 2, "shares": [0.01]}]
     for each in stored["layers"]:
         each["boundaries"] = {"tokens": 256, "widths": [0.01], "exact": True, "orders": near}
-    stored["layers"][3]["boundaries"]["slice"] = piece("boundaries", tokens=[{"x": 0.0, "y": 0.0, "text": EVIL}])
+    stored["layers"][3]["boundaries"]["slice"] = piece("boundaries", tokens=[{"token": 0, "x": 0.0, "y": 0.0, "text": EVIL}])
     stored["perturbations"]["noise.0.01"] = perturbed("noise", *(0.05 * number for number in range(LAYERS)))
     stored["perturbations"][f"batch.{EVIL}{'x' * 80}"] = perturbed(EVIL, *[0.5] * LAYERS, harmless=True)
     stored["at_risk"] += [at_risk(0.0, EVIL, f"a {EVIL} b"), at_risk(0.0, "a" * 500, "b" * 300 + "a" * 500)]
@@ -43,7 +43,7 @@ def large() -> dict[str, Any]:
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("audit")
     kinds = {"small": stored_audit(), "large": large()}
-    return {name: write_audit(stored, folder / f"{name}.html") for name, stored in kinds.items()}
+    return {name: write_audit(report_of(stored), folder / f"{name}.html") for name, stored in kinds.items()}
 
 
 @pytest.fixture(params=["small", "large"])

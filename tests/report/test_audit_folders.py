@@ -25,9 +25,9 @@ def test_a_folder_is_audited_and_its_page_opens_quietly(model_type: str, tmp_pat
     quick = ["--tokens", "256", "--length", "32", "--what-if", "smooth"]
     assert main(["audit", str(folder), "--source", str(text), *quick, "--out", str(tmp_path / "out")]) == 0
     report = AuditReport.load(tmp_path / "out" / "audit.json")
-    assert all(one["skipped"] is None for one in report.perturbations.values())
-    assert report.perturbations["attack"]["overall"]["loss"] is not None
-    assert report.view is not None and set(report.view["layers"]) == {str(layer["layer"]) for layer in report.layers}
+    assert report.skipped == {}
+    assert report.perturbations["attack"].overall.loss is not None
+    assert report.view is not None and set(report.view.layers) == {str(layer.layer) for layer in report.layers}
     visit(chromium, tmp_path / "out" / "audit.html")
-    assert len(chromium.find_elements("css selector", "#view .text:not([hidden]) .piece")) == len(report.view["pieces"])
+    assert len(chromium.find_elements("css selector", "#view .text:not([hidden]) .piece")) == len(report.view.pieces)
     assert chromium.get_log("browser") == []

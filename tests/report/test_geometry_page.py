@@ -5,26 +5,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report.geometries import measured, piece, stored_geometry
+from report.geometries import measured, piece, report_of, stored_geometry
 from report.tags import Tags
 
 from holdfast.report import render_geometry, write_geometry
 from holdfast.report.geometry_page import curve_plots, slice_plots
 from holdfast.report.plot_data import Plot
 from holdfast.report.slice_plots import COLOURS, cell_colours, set_name, token_name
-from holdfast.report.stored_geometry import Geometry
 
 EVIL = "<img src=x onerror=alert(1)></script>%{x}"
 
 
 def plots_of(stored: dict[str, Any]) -> dict[str, Plot]:
-    geometry = Geometry.parse(stored)
+    geometry = report_of(stored)
     return {plot.name: plot for plot in [*slice_plots(geometry), *curve_plots(geometry)]}
 
 
 @pytest.fixture(scope="module")
 def page() -> Tags:
-    return Tags(render_geometry(stored_geometry()))
+    return Tags(render_geometry(report_of(stored_geometry())))
 
 
 @pytest.mark.parametrize(
@@ -122,8 +121,8 @@ def test_everything_is_escaped() -> None:
     stored["layers"][0]["jumps"]["largest"][0] |= {"text": EVIL, "before": EVIL}
     stored["layers"][0]["pictures"]["slices"][0]["tokens"][0]["text"] = EVIL
     stored["layers"][0]["pictures"]["token"]["text"] = EVIL
-    stored["layers"][1]["skipped"] = EVIL
-    html = render_geometry(stored)
+    stored["refused"][0]["reason"] = EVIL
+    html = render_geometry(report_of(stored))
     page = Tags(html)
     assert not any(tag == "img" for tag, _ in page.tags) and "<img" not in html.replace("\\u003cimg", "")
     assert EVIL in page.text
@@ -143,23 +142,23 @@ def test_a_token_is_named_on_one_short_line(text: str) -> None:
 def test_a_report_without_a_what_if_or_without_layers_has_a_page() -> None:
     stored = stored_geometry()
     stored["what_if"] = None
-    for layer in (stored["layers"][0], stored["layers"][2]):
-        del layer["what_if"]
+    for layer in stored["layers"]:
+        layer["what_if"] = None
         layer["jumps"]["routers"] = layer["jumps"]["routers"][:1]
     for found in stored["layers"][0]["pictures"]["slices"]:
-        found["panels"] = found["panels"][:1]
-    page = Tags(render_geometry(stored))
+        found["extra"] = found["extra"][:1]
+    page = Tags(render_geometry(report_of(stored)))
     assert "What if" not in page.text and "on average." in page.text
     assert not any("slice-tokens-1" in str(attributes) for _, attributes in page.tags)
-    stored["layers"] = [stored["layers"][1]]
-    page = Tags(render_geometry(stored))
+    stored["layers"] = []
+    page = Tags(render_geometry(report_of(stored)))
     assert "No layer of this model has a known geometry" in page.text
 
 
 def test_one_layer_needs_no_picker() -> None:
     stored = stored_geometry()
     stored["layers"] = [measured(4)]
-    page = Tags(render_geometry(stored))
+    page = Tags(render_geometry(report_of(stored)))
     assert not any(attributes.get("id") == "layer" for _, attributes in page.tags)
     assert "layer 4" in page.text
 
@@ -168,7 +167,7 @@ def test_one_layer_needs_no_picker() -> None:
     ("place", "value", "says"),
     [
         (("schema",), 2, "schema"),
-        (("layers",), [], "layers"),
+        (("layers", 0, "k"), "two", "k is"),
         (("layers", 0, "ties", "orders", 0, "shares"), [0.1], "share for each width"),
         (("layers", 0, "hitting", "upper"), [0.1], "number for each time"),
         (("layers", 0, "pictures", "slices", 0, "cells"), [[0, 1]], "square grids"),
@@ -178,7 +177,7 @@ def test_one_layer_needs_no_picker() -> None:
         (("layers", 0, "jumps", "routers"), [], "routers"),
         (("layers", 0, "theory", "tsne", "experts"), [1], "an expert for each token"),
         (("layers", 0, "theory", "entropy"), {}, "entropy"),
-        (("layers", 1, "name"), None, "name"),
+        (("refused", 0, "name"), None, "name"),
     ],
 )
 def test_a_damaged_report_gets_one_sentence(place: tuple[Any, ...], value: Any, says: str, tmp_path: Path) -> None:
@@ -199,6 +198,6 @@ def test_the_stored_report_is_never_overwritten(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"name an \.html file"):
         write_geometry(tmp_path / "geometry.json", tmp_path / "geometry.json", force=True)
     with pytest.raises(ValueError, match="geometry report"):
-        write_geometry(stored_geometry(), tmp_path / "geometry.json", force=True)
+        write_geometry(report_of(stored_geometry()), tmp_path / "geometry.json", force=True)
     with pytest.raises(ValueError, match="cannot be read"):
         write_geometry(tmp_path / "nowhere", tmp_path / "page.html")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from report.browsing import visit
-from report.mismatches import stored_mismatch
+from report.mismatches import report_of, stored_mismatch
 
 from holdfast.report import write_mismatch
 
@@ -31,7 +31,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     stored["model"]["name"] = EVIL
     stored["data"]["engine"] = EVIL + "x" * 150
     stored["rows"][4]["router"] = EVIL
-    return write_mismatch(stored, tmp_path_factory.mktemp("mismatch") / "page.html")
+    return write_mismatch(report_of(stored), tmp_path_factory.mktemp("mismatch") / "page.html")
 
 
 @on_all_screens

@@ -5,25 +5,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report.mismatches import TAIL, estimate, stored_mismatch
+from report.mismatches import TAIL, estimate, report_of, stored_mismatch
 from report.tags import Tags
 
 from holdfast.report import render_mismatch, write_mismatch
 from holdfast.report.mismatch_page import rollout_plots
 from holdfast.report.plot_data import Plot
-from holdfast.report.stored_mismatch import Mismatch
 
 EVIL = "<img src=x onerror=alert(1)></script>%{x}"
 
 
 def plots_of(stored: dict[str, Any]) -> dict[str, Plot]:
-    mismatch = Mismatch.parse(stored)
+    mismatch = report_of(stored)
     return {plot.name: plot for kind in mismatch.rollouts for plot in rollout_plots(mismatch, kind)}
 
 
 @pytest.fixture(scope="module")
 def page() -> Tags:
-    return Tags(render_mismatch(stored_mismatch()))
+    return Tags(render_mismatch(report_of(stored_mismatch())))
 
 
 @pytest.mark.parametrize(
@@ -72,7 +71,7 @@ def test_no_difference_and_no_interval_are_said() -> None:
     stored = stored_mismatch()
     stored["rows"][1]["logprobs"]["change"]["mean"] = estimate(0.0001, 0.001)
     stored["rows"][3]["logprobs"]["change"]["mean"] = estimate(-0.5)
-    text = Tags(render_mismatch(stored)).text
+    text = Tags(render_mismatch(report_of(stored))).text
     assert "0.00% are outside; the mean gap does not clearly differ from live (95% interval" in text
     assert "from one sequence there is no interval" in text
     stored["rows"][0]["sets"]["layers"][0]["routers_differ"] = estimate(0.02)
@@ -85,23 +84,23 @@ def test_a_record_without_logprobs_has_its_sets_only() -> None:
     for row in stored["rows"][:2]:
         row["logprobs"] = None
     stored["rows"] = stored["rows"][:2]
-    page = Tags(render_mismatch(stored))
+    page = Tags(render_mismatch(report_of(stored)))
     assert "only its sets of experts were compared" in page.text and "2.13%" in page.text and "0.0123" not in page.text
     assert [name for name, plot in plots_of(stored).items() if plot.data] == ["layers-recorded", "tokens-recorded"]
 
 
 def test_an_interrupted_report_and_one_of_skipped_rows_are_rendered() -> None:
     stored = stored_mismatch()
-    stored["status"], stored["rows"] = "interrupted", stored["rows"][-1:]
-    text = Tags(render_mismatch(stored)).text
+    stored["status"], stored["rows"] = "interrupted", []
+    text = Tags(render_mismatch(report_of(stored))).text
     assert "Interrupted" in text and "No row could be measured" in text and "its gates are of two kinds." in text
 
 
 def test_nothing_of_the_report_becomes_markup() -> None:
     stored = stored_mismatch()
     stored["model"]["name"] = stored["data"]["engine"] = stored["rows"][4]["router"] = EVIL
-    stored["rows"][5]["skipped"] = EVIL
-    html = render_mismatch(stored)
+    stored["skipped"][0]["reason"] = EVIL
+    html = render_mismatch(report_of(stored))
     page = Tags(html)
     assert not any(tag == "img" for tag, _ in page.tags) and "<img" not in html
     assert page.text.count(EVIL) >= 4  # shown as it is
@@ -115,21 +114,21 @@ def test_nothing_of_the_report_becomes_markup() -> None:
     ("path", "value", "says"),
     [
         (["schema"], 7, "not a mismatch report of schema 1"),
-        (["rows"], [], "damaged at rows"),
-        (["rows", 0, "sets", "tokens"], "many", "damaged at rows.0.measured.sets.tokens"),
+        (["rows", 0, "sets", "tokens"], "many", "rows[0].sets.tokens is 'many'"),
         (["rows", 0, "logprobs", "tail"], [0.5], "needs a share for each size"),
-        (["settings", "tail"], [0.0, 1.0, 2.0, 3.0], "damaged at settings.tail.0"),
-        (["rows", 5, "skipped"], 3, "damaged at rows.5.skipped.skipped"),
+        (["settings", "tail"], [0.0, 1.0, 2.0, 3.0], "tail needs sizes above 0"),
+        (["skipped", 0, "reason"], 3, "skipped[0].reason is 3"),
     ],
 )
-def test_a_damaged_report_gets_one_sentence(path: list[Any], value: Any, says: str) -> None:
+def test_a_damaged_report_gets_one_sentence(path: list[Any], value: Any, says: str, tmp_path: Path) -> None:
     stored = stored_mismatch()
     place: Any = stored
     for key in path[:-1]:
         place = place[key]
     place[path[-1]] = value
+    (tmp_path / "mismatch.json").write_text(json.dumps(stored))
     with pytest.raises(ValueError, match="measure the model again") as problem:
-        render_mismatch(stored)
+        write_mismatch(tmp_path, tmp_path / "page.html")
     assert says in str(problem.value) and "\n" not in str(problem.value)
 
 

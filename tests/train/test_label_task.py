@@ -205,7 +205,7 @@ def test_pairs_and_numbers_to_predict_are_trained_and_scored(tmp_path: Path) -> 
     constant = again.score(loaded.model)["clean"]
     assert math.isnan(constant["figure"]) and "not defined" in constant["undefined"]
     report = holdfast.audit(loaded.model, AuditData(again, 256), tokenizer=AuditData(again, 256).tokenizer, tokens=256)
-    assert report.overall["loss"] is None  # a number has no cross entropy
+    assert report.overall.loss is None  # a number has no cross entropy
 
 
 def test_mnli_is_scored_on_both_of_its_test_files(tmp_path: Path) -> None:
@@ -480,13 +480,11 @@ def test_audit_of_a_classifier_in_python_scores_its_labels_and_pairs(foreign: Pa
     holdfast.sparsify(model, experts=4, k=2, init="copy", router="smoe")
     texts = [LabelledText(review(n)[0], n % 2, "its music was " + GOOD[n % 4] if n % 3 else "film") for n in range(12)]
     report = holdfast.audit(model, texts, tokenizer=tokenizer, perturb=["none", "words", "typos", "batch"], rate=0.5)
-    assert report.perturbations["none"]["overall"]["prediction_flips"] == 0
+    assert report.perturbations["none"].overall.prediction_flips == 0
     words = report.perturbations["words"]
-    assert words["skipped"] is None and words["tokens"] > 0
+    assert words.overall.tokens > 0
     flat = [*(one.text for one in texts), *(one.pair or "" for one in texts)]
-    assert sum(batch["words"] for batch in words["details"]) == sum(
-        swap_words(flat, rate=0.5, seed=0).words
-    )  # of both texts
+    assert sum(batch["words"] for batch in words.details) == sum(swap_words(flat, rate=0.5, seed=0).words)  # of both texts
     inner = model.eval()
     with torch.no_grad():
         losses = [
@@ -495,9 +493,9 @@ def test_audit_of_a_classifier_in_python_scores_its_labels_and_pairs(foreign: Pa
             )
             for one in texts
         ]
-    assert report.overall["loss"] == pytest.approx(float(torch.stack(losses).mean()), rel=1e-4)
+    assert report.overall.loss == pytest.approx(float(torch.stack(losses).mean()), rel=1e-4)
     plain = holdfast.audit(model, [one.text for one in texts], tokenizer=tokenizer, perturb=["none"])
-    assert plain.overall["loss"] is None
+    assert plain.overall.loss is None
 
 
 def test_what_a_classifier_cannot_be_tested_on_is_one_sentence(

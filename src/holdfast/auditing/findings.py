@@ -8,10 +8,10 @@ import operator
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal, final
+from typing import Literal, final
 
-from holdfast.auditing.report import AuditReport, names
-from holdfast.auditing.run import PERTURBATIONS, Settings, perturbation_names
+from holdfast.auditing.reports import AuditedLayer, AuditReport, Changes, Perturbed, Settings, names_of_numbers
+from holdfast.auditing.run import PERTURBATIONS, perturbation_names
 from holdfast.errors import unknown_name
 
 Severity = Literal["severe", "serious", "minor"]
@@ -53,116 +53,78 @@ def diagnose(report: AuditReport) -> list[Finding]:
     """
     found = [finding for layer in report.layers for finding in _layer_findings(layer)]
     for name, one in report.perturbations.items():
-        if one["skipped"] is None:
-            found += _perturbation_findings(name, one, _threshold(name, one, report.settings))
+        found += _perturbation_findings(name, one)
     return sorted(found, key=lambda finding: (RANKS[finding.severity], -finding.harm, finding.layer or 0))
 
 
-def _layer_findings(layer: dict[str, Any]) -> Iterator[Finding]:
-    yield from _undecided(layer)
-    yield from _ties(layer)
-    yield from _radii(layer)
-    yield from _load(layer)
-    yield from _entropy(layer)
-    yield from _graph(layer)
+def _layer_findings(entry: AuditedLayer) -> Iterator[Finding]:
+    def finding(kind: str, severity: Severity, number: float, threshold: float, text: str, why: str, harm: float) -> Finding:
+        return Finding(kind, entry.layer, severity, number, threshold, f"layer {entry.layer}: {text}", why, harm)
 
-
-def _undecided(layer: dict[str, Any]) -> Iterator[Finding]:
-    share = layer["undecided"].get("bf16", {}).get("share")
-    if share is not None and share > UNDECIDED:
-        severity: Severity = "severe" if share > UNDECIDED_SEVERE else "serious"
-        text = f"layer {layer['layer']}: {share:.1%} of tokens are undecided in bf16"
+    rounded = entry.undecided.get("bf16")
+    if rounded is not None and rounded.share > UNDECIDED:
+        severity: Severity = "severe" if rounded.share > UNDECIDED_SEVERE else "serious"
+        text = f"{rounded.share:.1%} of tokens are undecided in bf16"
         why = "training and serving may select different experts for them"
-        yield Finding("undecided", layer["layer"], severity, share, UNDECIDED, text, why, share)
-    wrong = layer["undecided"].get("bf16", {}).get("decided_that_flip")
-    if wrong:
-        text = f"layer {layer['layer']}: {wrong} tokens certified as decided in bf16 do flip"
-        yield Finding("unsound", layer["layer"], "severe", wrong, 0, text, "a certificate is wrong: please report this", 2.0)
-
-
-def _ties(layer: dict[str, Any]) -> Iterator[Finding]:
-    for strip in layer["near_ties"]["strips"]:
-        if strip["width"] == NEAR_TIE_WIDTH and strip["share"] > NEAR_TIES:
-            text = f"layer {layer['layer']}: {strip['share']:.1%} of tokens are near-ties (within {NEAR_TIE_WIDTH:g})"
+        yield finding("undecided", severity, rounded.share, UNDECIDED, text, why, rounded.share)
+    if rounded is not None and rounded.decided_that_flip:
+        text = f"{rounded.decided_that_flip} tokens certified as decided in bf16 do flip"
+        why = "a certificate is wrong: please report this"
+        yield finding("unsound", "severe", rounded.decided_that_flip, 0, text, why, 2.0)
+    for strip in entry.near_ties.strips:
+        if strip.width == NEAR_TIE_WIDTH and strip.share > NEAR_TIES:
+            text = f"{strip.share:.1%} of tokens are near-ties (within {NEAR_TIE_WIDTH:g})"
             why = "a very small change of their scores flips them"
-            share = strip["share"]
-            yield Finding("near-ties", layer["layer"], "serious", share, NEAR_TIES, text, why, share / 2)
-
-
-def _radii(layer: dict[str, Any]) -> Iterator[Finding]:
-    share = layer["radius"].get("below_0.001")
-    if share is not None and share > LOW_RADII:
-        text = f"layer {layer['layer']}: {share:.1%} of tokens are not certified beyond 0.001 of their length"
+            yield finding("near-ties", "serious", strip.share, NEAR_TIES, text, why, strip.share / 2)
+    if entry.radius is not None and entry.radius.low > LOW_RADII:
+        text = f"{entry.radius.low:.1%} of tokens are not certified beyond 0.001 of their length"
         why = "a change too small to notice may flip them"
-        yield Finding("low radii", layer["layer"], "serious", share, LOW_RADII, text, why, share / 2)
+        yield finding("low radii", "serious", entry.radius.low, LOW_RADII, text, why, entry.radius.low / 2)
+    has_data = entry.tokens * entry.experts_per_token.mean / entry.experts >= LEAST_EXPECTED
+    dead, cv, groups = len(entry.load.dead), entry.load.cv, entry.co_selection.groups
+    if has_data and dead:
+        text, why = f"{dead} of {entry.experts} experts are dead", "their weights cost memory and are never used"
+        yield finding("dead experts", "serious", dead, 0, text, why, dead / entry.experts)
+    if has_data and cv > UNEVEN:
+        text, why = f"load unevenness (CV) is {cv:.2f}", "a few experts do most of the work"
+        yield finding("uneven load", "minor", cv, UNEVEN, text, why, min(1.0, cv / 4))
+    share = entry.entropy_share  # None: the router's scores are not finite
+    if share is not None and entry.experts > 1 and share < COLLAPSED:
+        text = f"the router has collapsed: its entropy is {share:.1%} of the maximum"
+        yield finding("collapsed", "serious", share, COLLAPSED, text, "other experts get almost no gradient", 1 - share)
+    if share is not None and share > UNIFORM:
+        text = f"the router is nearly uniform: its entropy is {share:.1%} of the maximum"
+        yield finding("uniform", "serious", share, UNIFORM, text, "rounding decides the selection", share / 4)
+    if has_data and groups > 1 and entry.experts_per_token.mean > 1:
+        text, why = f"experts form {groups} groups that no token connects", "symphony cannot share information between them"
+        yield finding("disconnected", "minor", groups, 1, text, why, 0.1)
 
 
-def _load(layer: dict[str, Any]) -> Iterator[Finding]:
-    expected = layer["tokens"] * layer["experts_per_token"]["mean"] / layer["experts"]
-    if expected < LEAST_EXPECTED:
-        return
-    dead, cv = layer["load"]["dead"], layer["load"]["cv"]
-    if dead:
-        share = len(dead) / layer["experts"]
-        text = f"layer {layer['layer']}: {len(dead)} of {layer['experts']} experts are dead"
-        why = "their weights cost memory and are never used"
-        yield Finding("dead experts", layer["layer"], "serious", len(dead), 0, text, why, share)
-    if cv > UNEVEN:
-        text = f"layer {layer['layer']}: load unevenness (CV) is {cv:.2f}"
-        why = "a few experts do most of the work"
-        yield Finding("uneven load", layer["layer"], "minor", cv, UNEVEN, text, why, min(1.0, cv / 4))
-
-
-def _entropy(layer: dict[str, Any]) -> Iterator[Finding]:
-    share = layer["entropy_share"]
-    if share is None:  # the router's scores are not finite
-        return
-    if layer["experts"] > 1 and share < COLLAPSED:
-        text = f"layer {layer['layer']}: the router has collapsed: its entropy is {share:.1%} of the maximum"
-        why = "other experts get almost no gradient"
-        yield Finding("collapsed", layer["layer"], "serious", share, COLLAPSED, text, why, 1 - share)
-    if share > UNIFORM:
-        text = f"layer {layer['layer']}: the router is nearly uniform: its entropy is {share:.1%} of the maximum"
-        why = "rounding decides the selection"
-        yield Finding("uniform", layer["layer"], "serious", share, UNIFORM, text, why, share / 4)
-
-
-def _graph(layer: dict[str, Any]) -> Iterator[Finding]:
-    groups = layer["co_selection"]["groups"]
-    expected = layer["tokens"] * layer["experts_per_token"]["mean"] / layer["experts"]
-    if groups > 1 and layer["experts_per_token"]["mean"] > 1 and expected >= LEAST_EXPECTED:
-        text = f"layer {layer['layer']}: experts form {groups} groups that no token connects"
-        why = "symphony cannot share information between them"
-        yield Finding("disconnected", layer["layer"], "minor", groups, 1, text, why, 0.1)
-
-
-def _perturbation_findings(name: str, one: dict[str, Any], threshold: float) -> Iterator[Finding]:
+def _perturbation_findings(name: str, one: Perturbed) -> Iterator[Finding]:
     """Yield at most one finding, about the layer where the perturbation is worst."""
-    worst = max(one["layers"], key=_harm)
-    flips = float(worst["flips"])
+    worst = max(one.layers, key=_harm)
+    flips, threshold = worst.flips, _threshold(name, one)
     is_repeat = name == "none"
-    if is_repeat and (flips or worst["weight_change"] or worst["output"]["total"]):
-        text = f"layer {worst['layer']} gives different results when the same forward runs twice; {flips:.1%} of tokens flip"
-        yield Finding("evaluation", worst["layer"], "severe", flips, 0, text, "no number of this audit can be trusted", 3.0)
+    if is_repeat and (flips or worst.weight_change or worst.output.total):
+        text = f"layer {worst.layer} gives different results when the same forward runs twice; {flips:.1%} of tokens flip"
+        yield Finding("evaluation", worst.layer, "severe", flips, 0, text, "no number of this audit can be trusted", 3.0)
     elif flips > threshold and not is_repeat:
-        severity: Severity = "severe" if one["harmless"] else "serious" if name.split(".")[0] != "attack" else "minor"
-        text = f"layer {worst['layer']}: {flips:.1%} of tokens flip with {one['about']}"
-        yield Finding(f"flips: {name}", worst["layer"], severity, flips, threshold, text, _why(name), flips / 2)
+        severity: Severity = "severe" if one.harmless else "serious" if name.split(".")[0] != "attack" else "minor"
+        text = f"layer {worst.layer}: {flips:.1%} of tokens flip with {one.about}"
+        yield Finding(f"flips: {name}", worst.layer, severity, flips, threshold, text, _why(name), flips / 2)
 
 
-def _harm(layer: dict[str, Any]) -> tuple[float, ...]:
-    values = (layer["flips"], layer["weight_change"], layer["output"]["total"])
+def _harm(entry: Changes) -> tuple[float, ...]:
+    values = (entry.flips, entry.weight_change, entry.output.total)
     return tuple(math.inf if value is None else value for value in values)  # None stands for a value that is not finite
 
 
-def _threshold(name: str, one: dict[str, Any], settings: dict[str, Any]) -> float:
-    """Return the share of flips from which a perturbation is a finding; raise KeyError if the audit did not ask for it."""
+def _threshold(name: str, one: Perturbed) -> float:
+    """Return the share of flips from which a perturbation is a finding. An attack of a plugin is one on texts."""
     kind, _, level = name.partition(".")
-    if one["harmless"]:
+    if one.harmless:
         return 0.0
-    if kind not in FLIPS and kind in settings["perturb"] and kind != "noise":
-        return FLIPS["words"]  # an attack of a plugin, also on texts
-    return min(0.5, FLIPS_PER_NOISE * float(level)) if kind == "noise" else FLIPS[kind]
+    return min(0.5, FLIPS_PER_NOISE * float(level)) if kind == "noise" else FLIPS.get(kind, FLIPS["words"])
 
 
 def _why(name: str) -> str:
@@ -199,9 +161,9 @@ class Condition:
 
     def check(self, settings: Settings) -> None:
         """Raise ValueError if an audit with these settings has no such number."""
-        if self.name in names(perturbation_names(settings)):
+        if self.name in names_of_numbers(perturbation_names(settings)):
             return
-        known = names(perturbation_names(replace(settings, perturb=tuple(PERTURBATIONS))))
+        known = names_of_numbers(perturbation_names(replace(settings, perturb=list(PERTURBATIONS))))
         if self.name in known:
             raise ValueError(f"{self.name} is not measured by this audit: add its perturbation to those that are run.")
         raise ValueError(unknown_name("number of the audit", self.name, known))

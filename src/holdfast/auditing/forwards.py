@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.auditing.model_and_data import AuditBatch, AuditedModel
+from holdfast.auditing.reports import Changes, LossChange, Outputs, Perturbed
 from holdfast.hub import RouterCall, router_calls, trace
 from holdfast.hub.layers import MoELayerRef
 from holdfast.hub.tracing import own_hooks
@@ -192,17 +193,6 @@ def held_weights(site: MoELayerRef, experts: Tensor, after: Routing) -> Tensor:
     return rule.held_weights(experts.unsqueeze(0), scores, selection).squeeze(0)
 
 
-@final
-@dataclass(frozen=True)
-class Outputs:
-    """Mean over tokens of the norm of each part of the change, divided by |y|. These norms do not add up to the total."""
-
-    total: float
-    flip: float
-    rest: float
-    flip_share: float  # sum <flip, total> / sum |total|^2; it and the same share of the rest sum to 1; 0 without a change
-
-
 class OutputChanges(Accumulator[Outputs]):
     """How much a layer's output changes, and how much of the change is caused by flips."""
 
@@ -222,16 +212,16 @@ class OutputChanges(Accumulator[Outputs]):
         return Outputs(self._mean("total"), self._mean("flip"), self._mean("rest"), share)
 
 
-class LossChanges(Accumulator[dict[str, float]]):
-    """The loss per token in nats: before, after, the mean of its change, and the mean of the change's magnitude."""
+class LossChanges(Accumulator[LossChange]):
+    """How much the loss per token changes."""
 
     def update(self, before: Tensor, after: Tensor) -> None:
         change = after - before
         self._add(tokens=len(change), before=before.sum(), after=after.sum(), size=change.abs().sum())
 
-    def result(self) -> dict[str, float]:
+    def result(self) -> LossChange:
         before, after = self._mean("before"), self._mean("after")
-        return {"before": before, "after": after, "change": after - before, "size": self._mean("size")}
+        return LossChange(before, after, after - before, self._mean("size"))
 
 
 @final
@@ -294,33 +284,32 @@ class ForwardComparison:
         self.details += other.details
         return self
 
-    def result(self) -> dict[str, Any]:
-        """Return the changes as the report stores them (docs/audit.md)."""
+    def result(self, about: str, harmless: bool) -> Perturbed:
         layers = []
         for layer, (routes, outputs) in enumerate(zip(self.routes, self.outputs, strict=True)):
             if routes.tokens:
-                changes = routes.result()
-                layers.append(
-                    {
-                        "layer": layer,
-                        "tokens": routes.tokens,
-                        "flips": changes.fluctuation,
-                        "first_flips": changes.first_flips,
-                        "weight_change": changes.weight_change,
-                        "output": dict(vars(outputs.result())),
-                    }
+                found = routes.result()
+                entry = Changes(
+                    layer=layer,
+                    tokens=routes.tokens,
+                    flips=found.fluctuation,
+                    first_flips=found.first_flips,
+                    weight_change=found.weight_change,
+                    output=outputs.result(),
                 )
-        return {"tokens": self.tokens, "layers": layers, "overall": self._overall(layers), "details": self.details}
+                layers.append(entry)
+        parts = [entry.output for entry in layers]
+        overall = Changes(
+            tokens=self.tokens,
+            flips=_mean(layers, "flips"),
+            first_flips=_mean(layers, "first_flips"),
+            weight_change=_mean(layers, "weight_change"),
+            output=Outputs(*(_mean(parts, name) for name in ("total", "flip", "rest", "flip_share"))),
+            prediction_flips=1 - self.predictions.result() if self.predicted else None,
+            loss=self.losses.result() if self.losses.tokens else None,
+        )
+        return Perturbed(about, harmless, layers, overall, self.details)
 
-    def _overall(self, layers: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return means over layers, and the changes of the model's predictions and losses."""
-        routing = ("flips", "first_flips", "weight_change")
-        means = {name: statistics.fmean(layer[name] for layer in layers) for name in routing}
-        parts = ("total", "flip", "rest", "flip_share")
-        output = {name: statistics.fmean(layer["output"][name] for layer in layers) for name in parts}
-        return {
-            **means,
-            "output": output,
-            "prediction_flips": 1 - self.predictions.result() if self.predicted else None,
-            "loss": self.losses.result() if self.losses.tokens else None,
-        }
+
+def _mean(records: list[Any], name: str) -> float:
+    return statistics.fmean(getattr(record, name) for record in records)

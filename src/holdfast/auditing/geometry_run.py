@@ -2,75 +2,120 @@
 
 The model runs once unchanged. At its router inputs, ties, random walks and jumps are measured, the jumps and pictures with
 the what-if's router too, on the same weights and points. Then the model runs once more with that router, for its cost.
+
+Distances are shares of each token's norm, and the noise of a random walk is scaled by it: at time 1, a walk has added noise
+of `noise` times the norm of the token, as the perturbation `noise` of an audit does at once.
+
+Statements of the papers stand beside what is measured, on the tokens of the first batch, for layers with pictures:
+
+co_selection    how precisely the batch estimates Symphony's expert graph, and how far noise moves it (theorem 1)
+entropy         of gates that tokens of a sequence share by similarity, and its bound (Mutual-Inform, proposition 1)
+clusters        separation, mis-assignment and condition numbers before and after AC scales features (ACMoE)
+slopes          how fast gate weights change with the logits: softmax, top-k, smooth (survey, section 6.1)
+tsne            t-SNE of router inputs, with the first expert of each (ACMoE, figure 4)
+
+T tokens, E experts, M orders, n times or widths
 """
 
-import math
+import heapq
+import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, final
+from dataclasses import dataclass, field
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from holdfast.attacks.threat import check_seed
 from holdfast.auditing.baseline import Mean
-from holdfast.auditing.batches import audit_batches
 from holdfast.auditing.forwards import Observation, observe
-from holdfast.auditing.geometry_layers import GeometryOptions, LayerGeometry, measure_batch, overall_jump
-from holdfast.auditing.geometry_report import GeometryReport
+from holdfast.auditing.layer_geometry import (
+    LayerTokens,
+    central_token,
+    named,
+    nearest_jumps,
+    output_along_normal,
+    shares_within,
+    slice_around,
+    slice_through,
+)
 from holdfast.auditing.model_and_data import (
+    AuditBatch,
     AuditedModel,
-    Checksum,
+    DataCounter,
     TextEncoder,
-    check_size,
+    audit_batches,
     evaluation_mode,
     resident,
+    token_place,
 )
-from holdfast.auditing.run import require_not_rerouted
-from holdfast.auditing.token_geometry import LayerTokens
-from holdfast.errors import unknown_name
-from holdfast.geometry import NoGeometry
+from holdfast.auditing.reports import (
+    Clusters,
+    ClusterSpace,
+    DrawnToken,
+    Entropies,
+    ExtraExperts,
+    GeometryReport,
+    GeometrySettings,
+    GeometryWhatIf,
+    GraphPrecision,
+    Hitting,
+    Jump,
+    Jumps,
+    JumpSizes,
+    MeasuredLayer,
+    Norms,
+    Pair,
+    Pictures,
+    RefusedLayer,
+    Slope,
+    Slopes,
+    Theory,
+    TieOrder,
+    Ties,
+    Tsne,
+)
+from holdfast.auditing.run import perplexity_of, require_not_rerouted
+from holdfast.checked import from_mapping
+from holdfast.errors import missing_extra_message
+from holdfast.geometry import (
+    NoGeometry,
+    cluster_separation,
+    extra_experts_law,
+    gate_slopes,
+    graph_under_noise,
+    hitting_bounds,
+    mixed_entropies,
+    similarity_weights,
+    simulate_walks,
+    smooth_weights,
+    softmax_weights,
+    thickening_share,
+    top_k_weights,
+    tsne_coordinates,
+)
 from holdfast.hub import reroute, restore
 from holdfast.hub.layers import moe_layers
 from holdfast.hub.tracing import require_finite
+from holdfast.metrics.jump import FlipPoints
 from holdfast.metrics.tasks import IGNORED
 from holdfast.routing import Router
+from holdfast.routing.declarations import Order
 from holdfast.routing.layer_names import resolve_layers, routers_by_layer
-from holdfast.stored import without_nan
 from holdfast.version import versions
 
 Progress = Callable[[int, str], None]  # (tokens done, what is being done)
-
-
-@final
-@dataclass(frozen=True)
-class GeometrySettings:
-    """Everything that determines a report, apart from the model and its inputs."""
-
-    what_if: str | None = "smooth"
-    noise: float = 0.05  # of the random walks at time 1, as a share of each token's norm
-    walks: int = 4  # of each token that walks
-    walking: int = 512  # tokens of a layer that walk
-    pictures: int = 8  # layers with pictures at most, evenly spaced
-    seed: int = 0
-    batch: int = 8  # sequences per batch, for texts
-    length: int = 128  # tokens per sequence, for texts
-    tokens: int | None = None  # stop after this number of tokens, rounded up to whole batches
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.noise, int | float) or not 0 < self.noise <= 1:
-            raise ValueError(f"noise is {self.noise!r}; expected a share of each token's norm, above 0 and at most 1.")
-        for name in ("walks", "walking", "pictures"):
-            check_size(name, getattr(self, name), 0 if name == "pictures" else 1)
-        check_seed(self.seed)
-        for name, least in (("batch", 1), ("length", 2), ("tokens", 1)):
-            if getattr(self, name) is not None:
-                check_size(name, getattr(self, name), least)
-
-    @property
-    def options(self) -> GeometryOptions:
-        return GeometryOptions(self.noise, self.walks, self.walking, self.seed)
+ORDERS = (1, 2, 3)
+WIDTHS = tuple(10.0 ** (-power / 4) for power in range(16, -1, -1))  # eps, in shares of a token's norm
+TIMES = tuple(10.0 ** (power / 4) for power in range(-8, 9))
+LARGEST = 10  # jumps that are listed
+DRAWS = 64  # directions in each flat, for the law of extra experts
+MOST_SETS = 500  # of experts in the law of a ball; beyond, the sum over sets is estimated
+GRAPH_NOISE = (0.01, 0.05, 0.1)  # of the expert graph, in shares of a token's norm
+CLUSTER_NOISE = 0.05  # of tokens that are assigned to clusters, in shares of their mean norm
+STRIP = 0.1  # width of the strip of `smooth`, if the what-if has none
+MOST_SLOPES = 64  # tokens
+MOST_DRAWN = 600  # tokens of a t-SNE
 
 
 def measure_geometry(
@@ -94,14 +139,14 @@ def measure_geometry(
     progress         called with the number of tokens done and a description of the current work
     settings         noise, walks, walking, pictures, seed, batch, length, tokens: those of `GeometrySettings`
 
-    Layers whose ties are not flats (no affine scores, or no top-k) have the reason under "skipped". After Ctrl-C it reports
-    on the finished batches, with the status "interrupted".
+    Layers whose ties are not flats (no affine scores, or no top-k) are in `refused`, with the reason. After Ctrl-C it
+    reports on the finished batches, with the status "interrupted".
 
     Example:
         report = holdfast.measure_geometry(model, ["The quick brown fox jumps over the dog."], tokenizer=tokenizer)
-        print([layer["ties"]["orders"][0]["median"] for layer in report.measured])
+        print([layer.ties.orders[0].median for layer in report.layers])
     """
-    checked = _settings(what_if=what_if, **settings)
+    checked = from_mapping(GeometrySettings, {"what_if": what_if, **settings})
     audited = AuditedModel(model)
     require_finite(model)
     encoder = None if tokenizer is None else TextEncoder(tokenizer, audited.pad)
@@ -117,14 +162,6 @@ def measure_geometry(
             finally:
                 restore(model)
     return run.report(name, interrupted, time.monotonic() - started)
-
-
-def _settings(**given: Any) -> GeometrySettings:
-    known = [entry.name for entry in fields(GeometrySettings)]
-    for name in given:
-        if name not in known:
-            raise ValueError(unknown_name("setting of a geometry report", name, known))
-    return GeometrySettings(**given)
 
 
 def what_if_routers(audited: AuditedModel, name: str | None) -> list[Router | None]:
@@ -168,35 +205,26 @@ class _Run:
         progress: Progress | None,
         routers: list[Router | None],
     ) -> None:
-        self.audited, self.settings, self.encoder, self.progress, self.routers = (
-            audited,
-            settings,
-            encoder,
-            progress,
-            routers,
-        )
-        self.layers = [LayerGeometry(layer) for layer in range(len(audited.moe_layers))]
+        self.audited, self.settings, self.encoder, self.routers = audited, settings, encoder, routers
+        self.tell: Progress = progress or (lambda done, what: None)
+        self.layers = [LayerSums() for _ in audited.moe_layers]
         self.before, self.after = _Cost(len(self.layers)), _Cost(len(self.layers))
-        self.checksum, self.kind = Checksum(), "inputs"
-        self.batches = self.sequences = self.tokens = 0
+        self.data = DataCounter()
 
     def consume(self, inputs: Iterable[Any]) -> bool:
         """Measure all batches; return whether the user interrupted. Raise KeyboardInterrupt if no batch was finished."""
         try:
             for batch in self._batches(inputs):
-                self._tell(self.tokens, "the model's own forward")
+                self.tell(self.data.tokens, "the model's own forward")
                 observed = observe(self.audited, batch)
                 observed.require_finite()
                 news = [self._measure(layer, observed, batch) for layer in range(len(self.layers))]
                 for layer, new in zip(self.layers, news, strict=True):
                     layer.merge(new)
                 self.before.add(observed)
-                self.checksum.add(batch)
-                self.batches, self.sequences = self.batches + 1, self.sequences + batch.size
-                self.tokens += batch.tokens or len(observed.real(0))
-                self.kind = "inputs" if batch.texts is None else "texts"
+                self.data.add(batch, batch.tokens or len(observed.real(0)))
         except KeyboardInterrupt:
-            if not self.batches:
+            if not self.data.batches:
                 raise
             return True
         return False
@@ -206,68 +234,70 @@ class _Run:
         done = 0
         try:
             for batch in self._batches(inputs):
-                self._tell(done, f"the model with {self.settings.what_if}")
+                self.tell(done, f"the model with {self.settings.what_if}")
                 self.after.add(observe(self.audited, batch))
                 done += batch.tokens
         except KeyboardInterrupt:
             return True
         return False
 
-    def _batches(self, inputs: Iterable[Any]) -> Iterator[Any]:
+    def _batches(self, inputs: Iterable[Any]) -> Iterator[AuditBatch]:
         chosen = self.settings
         return audit_batches(
             inputs, self.audited, self.encoder, batch=chosen.batch, length=chosen.length, tokens=chosen.tokens
         )
 
-    def _measure(self, layer: int, observed: Observation, batch: Any) -> LayerGeometry:
-        known = self.layers[layer]
-        if known.reason is not None:
-            return LayerGeometry(layer)
+    def _measure(self, layer: int, observed: Observation, batch: AuditBatch) -> "LayerSums":
+        if self.layers[layer].reason is not None:
+            return LayerSums()
         try:
             tokens = LayerTokens.of(self.audited, layer, observed)
         except NoGeometry as reason:
-            return LayerGeometry(layer, reason=str(reason))
+            return LayerSums(reason=str(reason))
         pictures = batch.number == 0 and layer in spread(len(self.layers), self.settings.pictures)
-        self._tell(self.tokens, f"layer {layer}: ties, walks and jumps{', pictures and t-SNE' if pictures else ''}")
-        options, router = self.settings.options, self.routers[layer]
+        self.tell(self.data.tokens, f"layer {layer}: ties, walks and jumps{', pictures and t-SNE' if pictures else ''}")
+        measured = LayerBatch(layer, tokens, batch, self.encoder, self.settings, self.routers[layer])
         before = observed.layers[layer - 1].routing.experts[:, 0][tokens.rows] if layer else None
         try:
-            return measure_batch(tokens, layer, batch, self.encoder, options, router, known.walked, pictures, before)
+            return measured.sums(self.layers[layer].walked, pictures, before)
         except ValueError as problem:
             raise ValueError(f"{self.audited.names[layer]}: {problem}") from None
 
-    def _tell(self, done: int, what: str) -> None:
-        if self.progress is not None:
-            self.progress(done, what)
-
     def report(self, name: str | None, interrupted: bool, seconds: float) -> GeometryReport:
-        about = self.audited.describe(name)
-        layers = []
-        for layer, (place, router) in enumerate(zip(self.audited.names, about["routers"], strict=True)):
-            found = {"layer": layer, "name": place, "router": router, **self.layers[layer].result()}
-            if self.settings.what_if is not None and found["skipped"] is None and self.after.tokens:
-                extra = self.after.extra_shares(layer, found["k"])
-                found["what_if"] = {"extra": extra, "extra_law": self.layers[layer].laws.get("extra")}
-            layers.append(found)
-        data = {"kind": self.kind, "checksum": str(self.checksum), "batches": self.batches, "sequences": self.sequences}
-        status: Literal["complete", "interrupted"] = "interrupted" if interrupted else "complete"
+        model, other = self.audited.describe(name), self.settings.what_if
+        layers, refused = [], []
+        for layer, sums in enumerate(self.layers):
+            about = (layer, model.layers[layer], model.routers[layer])
+            if sums.reason is not None or not sums.distances:
+                refused.append(RefusedLayer(*about, sums.reason or "there were no tokens."))
+                continue
+            extra = None
+            if other is not None and self.after.tokens:
+                extra = ExtraExperts(self.after.extra_shares(layer, sums.about["k"]), sums.laws.get("extra"))
+            layers.append(sums.result(*about, extra))
+        what_if = None
+        if other is not None:
+            after = self.after.numbers()
+            cost = {key: Pair(before, after[key]) for key, before in self.before.numbers().items()}
+            what_if = GeometryWhatIf(other, cost, Pair(_mean_jump(layers, 0), _mean_jump(layers, 1)))
         return GeometryReport(
-            status=status,
-            model=about,
-            data={**data, "tokens": self.tokens},
-            settings=asdict(self.settings),
+            status="interrupted" if interrupted else "complete",
+            model=model,
+            data=self.data.describe(),
+            settings=self.settings,
             versions=versions(),
             seconds=round(seconds, 3),
-            layers=without_nan(layers),
-            what_if=without_nan(self._what_if(layers)),
-        )
+            layers=layers,
+            refused=refused,
+            what_if=what_if,
+        ).as_stored()
 
-    def _what_if(self, layers: list[dict[str, Any]]) -> dict[str, Any] | None:
-        if self.settings.what_if is None:
-            return None
-        cost = {key: {"before": before, "after": self.after.numbers()[key]} for key, before in self.before.numbers().items()}
-        jumps = {"before": overall_jump(layers, 0), "after": overall_jump(layers, 1)}
-        return {"router": self.settings.what_if, "cost": cost, "jump": jumps}
+
+def _mean_jump(layers: list[MeasuredLayer], router: int) -> float | None:
+    """Return the mean jump over layers for the model's own router (0) or that of the what-if (1); None if not measured."""
+    means = [layer.jumps.routers[router].mean for layer in layers if len(layer.jumps.routers) > router]
+    known = [mean for mean in means if mean is not None]
+    return statistics.fmean(known) if known else None
 
 
 def spread(count: int, most: int) -> list[int]:
@@ -293,14 +323,291 @@ class _Cost:
         self.tokens += len(observed.real(0))
 
     def numbers(self) -> dict[str, float | None]:
-        if not self.tokens:
-            return {"loss": None, "perplexity": None, "experts_per_token": None}
         loss = self.loss.result() if self.loss.tokens else None
-        used = torch.cat([torch.cat(part) for part in self.used]).double()
-        perplexity = None if loss is None else math.exp(loss) if loss < 700 else math.inf
-        return {"loss": loss, "perplexity": perplexity, "experts_per_token": float(used.mean())}
+        used = torch.cat([torch.cat(part) for part in self.used]).double() if self.tokens else None
+        experts = None if used is None else float(used.mean())
+        return {"loss": loss, "perplexity": perplexity_of(loss), "experts_per_token": experts}
 
     def extra_shares(self, layer: int, k: int) -> list[float]:
         """Return the shares of tokens with at least 1, 2 and 3 experts beyond k."""
         extra = torch.cat(self.used[layer]) - k
         return [float((extra >= least).double().mean()) for least in (1, 2, 3)]
+
+
+@final
+@dataclass
+class LayerSums:
+    """The sums of one layer over the finished batches, or the reason why it has none."""
+
+    reason: str | None = None
+    distances: list[Tensor] = field(default_factory=list)  # (T,M) of each batch, relative
+    exact: bool = True  # whether all distances are; otherwise some are upper bounds
+    lengths: list[Tensor] = field(default_factory=list)  # (T,)
+    bounds: list[Tensor] = field(default_factory=list)  # (2,n): sums over tokens of the lower and the upper bound
+    exits: list[Tensor] = field(default_factory=list)  # (n,): walks that have left their cell before each time
+    walks: int = 0
+    walked: int = 0  # tokens
+    exit_orders: list[Tensor] = field(default_factory=list)
+    jumps: list[Tensor] = field(default_factory=list)  # (routers,T), relative to the output
+    largest: list[Jump] = field(default_factory=list)
+    pictures: Pictures | None = None  # of the first batch, as theory and laws
+    theory: Theory | None = None
+    laws: dict[str, list[Any]] = field(default_factory=dict)
+    about: dict[str, int] = field(default_factory=dict)  # width, experts, k
+
+    def merge(self, other: "LayerSums") -> None:
+        """Add a finished batch."""
+        for name in ("distances", "lengths", "bounds", "exits", "exit_orders", "jumps"):
+            getattr(self, name).extend(getattr(other, name))
+        for name in ("reason", "pictures", "theory", "laws", "about"):
+            setattr(self, name, getattr(self, name) or getattr(other, name))
+        self.exact = self.exact and other.exact
+        self.walks, self.walked = self.walks + other.walks, self.walked + other.walked
+        self.largest = heapq.nlargest(LARGEST, [*self.largest, *other.largest], key=_size)
+
+    def result(self, layer: int, name: str, router: str, extra: ExtraExperts | None) -> MeasuredLayer:
+        distances, lengths = torch.cat(self.distances), torch.cat(self.lengths)
+        orders = []
+        for place, order in enumerate(ORDERS):
+            laws = {name: [row[place] for row in self.laws[name]] for name in ("law", "asymptotic") if self.laws}
+            own = distances[:, place]
+            orders.append(TieOrder(order, shares_within(own, WIDTHS), float(own.median()), **laws))
+        sizes = [JumpSizes(float(row.mean()), float(row.median()), float(row.max())) for row in torch.cat(self.jumps, dim=1)]
+        return MeasuredLayer(
+            layer=layer,
+            name=name,
+            router=router,
+            **self.about,
+            tokens=len(distances),
+            norm=Norms(float(lengths.mean()), float(lengths.std(correction=0))),
+            ties=Ties(list(WIDTHS), self.exact, orders),
+            hitting=self._hitting() if self.walked else None,
+            jumps=Jumps(sizes, self.largest),
+            pictures=self.pictures,
+            theory=self.theory,
+            what_if=extra,
+        )
+
+    def _hitting(self) -> Hitting:
+        lower, upper = (torch.stack(self.bounds).sum(0) / self.walked).tolist()
+        shares = (torch.stack(self.exits).sum(0) / self.walks).tolist()
+        seen = torch.cat(self.exit_orders)
+        of_order_1 = float((seen == 1).double().mean()) if len(seen) else None
+        return Hitting(list(TIMES), lower, upper, shares, self.walked, self.walks, of_order_1)
+
+
+def _size(entry: Jump) -> tuple[float, int, int]:
+    return entry.size or 0.0, -entry.batch, -entry.place
+
+
+@final
+@dataclass(frozen=True)
+class LayerBatch:
+    """The tokens of one layer in one batch, and what is measured on them. `router` is that of the what-if."""
+
+    layer: int
+    tokens: LayerTokens
+    batch: AuditBatch
+    encoder: TextEncoder | None
+    settings: GeometrySettings
+    router: Router | None
+
+    def sums(self, walked: int, pictures: bool, before: Tensor | None) -> LayerSums:
+        """Measure the tokens.
+
+        walked      how many tokens of earlier batches have walked
+        pictures    whether to draw this layer, and to put the papers' statements beside it
+        before      (T,): the first expert of each token at the previous MoE layer; None: there is no such layer
+        """
+        tokens = self.tokens
+        about = {"width": tokens.tokens.shape[1], "experts": tokens.experts, "k": tokens.k}
+        sums = LayerSums(about=about, lengths=[tokens.lengths])
+        if tokens.k == tokens.experts:
+            sums.reason = "every token uses every expert, so there are no ties at a threshold."
+            return sums
+        if not bool(tokens.lengths.any()):
+            raise ValueError("all tokens that reach this layer are 0; the checkpoint's weights before it are 0.")
+        distances, sums.exact = tokens.tie_distances(ORDERS)
+        sums.distances.append(distances)
+        if self.batch.number == 0:
+            sums.laws = self._laws_of_ball()
+        if walked < self.settings.walking:
+            self._add_walks(sums, self.settings.walking - walked)
+        flips = tokens.flips()
+        self._add_jumps(sums, flips)
+        if pictures:
+            sums.pictures, sums.theory = self._pictures(flips), self._theory(before)
+        return sums
+
+    @property
+    def strip(self) -> float | None:
+        """Return the width of the strip of the what-if's router, in logits; None if it has none."""
+        width = None if self.router is None else self.router.select.declares.snapshot().get("width")
+        return float(width) if width is not None and float(width) > 0 else None
+
+    def _laws_of_ball(self) -> dict[str, list[Any]]:
+        """Return what a ball with tokens of the same mean squared norm would have, if inputs were spread evenly over it.
+
+        law         (n,M): the share within each width of ties of each order, by the exact integrals
+        asymptotic  (n,M): the same for a large ball, which falls as the m-th power of the width
+        extra       the shares with at least 1, 2 and 3 experts beyond k in the strip of the what-if, for linear scores
+        """
+        tokens, seed = self.tokens, self.settings.seed
+        group = tokens.most_frequent
+        weight, rows = tokens.key_weights(group), tokens.tokens[tokens.keys.index == group]
+        norm = float(rows.double().square().sum(1).mean().sqrt())
+        widths = norm * torch.tensor(WIDTHS, dtype=torch.float64)
+        order = Order(weight, tokens.keys.bias)
+        share = thickening_share(order, rows, tokens.k, widths, orders=ORDERS, most_sets=MOST_SETS, seed=seed)
+        laws: dict[str, list[Any]] = {"law": share.exact.clamp_max(1).tolist(), "asymptotic": share.law.tolist()}
+        if self.router is not None and self.strip is not None and self._has_logits(self.router):
+            eps = torch.tensor([self.strip], dtype=torch.float64)
+            extra = [extra_experts_law(weight, tokens.k, eps, share.radius, m=m, draws=DRAWS, seed=seed) for m in ORDERS]
+            laws["extra"] = [min(1.0, float(each)) for each in extra]
+        return laws
+
+    def _has_logits(self, router: Router) -> bool:
+        """Return whether the router's logits are the keys, up to a number that is the same for all experts of a token."""
+        first = torch.zeros(1, dtype=torch.int64)
+        logits = self.tokens.route(self.tokens.tokens[:1], first, router).logits.double().cpu()
+        keys = self.tokens.keys.logits[:1]
+        return torch.allclose(logits - logits.mean(), keys - keys.mean(), rtol=1e-3, atol=1e-4)
+
+    def _add_walks(self, sums: LayerSums, most: int) -> None:
+        """Walk from some of the tokens. Noise of a walk at time t: noise |x| sqrt(t / d) a feature."""
+        tokens, chosen = self.tokens, self.tokens.spread(most)
+        speeds = (self.settings.noise * tokens.lengths).square() / tokens.tokens.shape[1]
+        instants = torch.tensor(TIMES, dtype=torch.float64)
+        seed = self.settings.seed + 1_000_003 * self.batch.number + 7919 * self.layer
+        for rows, order in tokens.groups():
+            rows = rows[torch.isin(rows, chosen)]
+            if not len(rows):
+                continue
+            starts, speed = tokens.tokens[rows], speeds[rows].unsqueeze(1)
+            bounds = hitting_bounds(order, starts, tokens.k, speed * instants)
+            sums.bounds.append(torch.stack([bounds.lower.sum(0), bounds.upper.sum(0)]))
+            horizon = speeds[rows] * max(TIMES)
+            walks = simulate_walks(order, starts, tokens.k, horizon, walks=self.settings.walks, seed=seed)
+            sums.exits.append(((walks.times / speed).unsqueeze(2) <= instants).sum((0, 1)).double())
+            sums.exit_orders.append(walks.orders[walks.times.isfinite()])
+            sums.walks += walks.times.numel()
+            sums.walked += len(rows)
+
+    def _add_jumps(self, sums: LayerSums, flips: FlipPoints) -> None:
+        """Measure the jump at every token's nearest boundary, relative to the norm of the layer's output at the token."""
+        tokens = self.tokens
+        sizes = tokens.output.double().norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
+        routers = [None] if self.router is None else [None, self.router]
+        relative = torch.stack([nearest_jumps(tokens, flips, by).limit / sizes for by in routers])
+        sums.jumps.append(relative)
+        for place in relative[0].argsort(descending=True, stable=True)[:LARGEST].tolist():
+            jump = Jump(
+                **vars(token_place(self.batch, int(tokens.rows[place]), self.encoder)),
+                size=float(relative[0, place]),
+                size_with_what_if=float(relative[1, place]) if self.router is not None else None,
+                distance=float(flips.distances[place] / tokens.lengths[place]),
+                leaves=int(flips.leaving[place]),
+                enters=int(flips.entering[place]),
+            )
+            sums.largest.append(jump)
+
+    def _pictures(self, flips: FlipPoints) -> Pictures:
+        """Return two slices and the output along a normal. Slices are left out if the geometry does not allow them.
+
+        The slice through three tokens has the central token and the next two of the batch that select other experts.
+        """
+        tokens, central = self.tokens, central_token(self.tokens, flips)
+        slices = []
+        for draw in (
+            lambda: slice_through(tokens, _three(tokens, central), self.router),
+            lambda: slice_around(tokens, central, self.router),
+        ):
+            try:
+                slices.append(named(draw(), tokens, self.batch, self.encoder))
+            except ValueError:  # parallel boundaries, or fewer than three tokens with different experts
+                continue
+        place = token_place(self.batch, int(tokens.rows[central]), self.encoder)
+        distance = float(flips.distances[central] / tokens.lengths[central])
+        normal = output_along_normal(tokens, flips, central, self.router)
+        return Pictures(DrawnToken(**vars(place), distance=distance), slices, normal)
+
+    def _theory(self, before: Tensor | None) -> Theory:
+        """Return the statements that apply, and the reason for each that does not."""
+        found: dict[str, Any] = {}
+        skipped: dict[str, str] = {}
+        for name, measure in {
+            "co_selection": self._co_selection,
+            "entropy": self._entropy,
+            "clusters": lambda: self._clusters(before),
+            "slopes": self._slopes,
+            "tsne": self._tsne,
+        }.items():
+            try:
+                found[name] = measure()
+            except ValueError as reason:
+                skipped[name] = str(reason)
+        return Theory(**found, skipped=skipped)
+
+    def _co_selection(self) -> GraphPrecision:
+        tokens = self.tokens
+        weight = tokens.key_weights(tokens.most_frequent)
+
+        def chosen(points: Tensor) -> Tensor:
+            keys = points.double() @ weight.t() + tokens.keys.bias
+            best = keys.argsort(dim=1, descending=True, stable=True)[:, : tokens.k]
+            return torch.zeros(len(points), tokens.experts, dtype=torch.bool).scatter(1, best, True)
+
+        graph = graph_under_noise(chosen, tokens.tokens, GRAPH_NOISE, seed=self.settings.seed)
+        half_width = float(graph.clean.half_widths[graph.clean.counts > 0].median())
+        changes = (graph.mean.tolist(), graph.largest.tolist(), graph.beyond.tolist())
+        return GraphPrecision(half_width, graph.clean.alpha, list(GRAPH_NOISE), *changes)
+
+    def _entropy(self) -> Entropies:
+        """Return the entropies of the first sequence, with similarity of router inputs at its default temperature."""
+        tokens, ids = self.tokens, self.batch.ids
+        first = tokens.tokens if ids is None else tokens.tokens[tokens.rows < ids.shape[1]]
+        if len(first) < 2:
+            raise ValueError("the first sequence has fewer than two tokens.")
+        gates = torch.softmax(tokens.keys.logits[: len(first)], dim=-1)
+        entropies = mixed_entropies(gates, similarity_weights(first))
+        return Entropies(*(float(values.mean()) for values in vars(entropies).values()))
+
+    def _clusters(self, before: Tensor | None) -> Clusters:
+        if before is None:
+            raise ValueError("there is no previous MoE layer, whose first experts are the clusters.")
+        noise = CLUSTER_NOISE * float(self.tokens.lengths.mean()) / self.tokens.tokens.shape[1] ** 0.5
+        found = cluster_separation(self.tokens.tokens, before.cpu(), noise=noise, seed=self.settings.seed)
+        medians = ([float(values.median()) for values in vars(space).values()] for space in (found.plain, found.scaled))
+        return Clusters(len(found.clusters), CLUSTER_NOISE, *(ClusterSpace(*numbers) for numbers in medians))
+
+    def _slopes(self) -> Slopes:
+        logits, k, strip = self.tokens.keys.logits[:MOST_SLOPES], self.tokens.k, self.strip or STRIP
+        gates = [
+            softmax_weights,
+            lambda values: top_k_weights(values, k),
+            lambda values: smooth_weights(values, k, strip),
+        ]
+        slopes = [gate_slopes(weights, logits, k) for weights in gates]
+        medians = ((each.at_token.median(), each.jump.median(), each.largest.median()) for each in slopes)
+        return Slopes(strip, *(Slope(*map(float, numbers)) for numbers in medians))
+
+    def _tsne(self) -> Tsne:
+        if message := missing_extra_message("t-SNE of router inputs", "sklearn"):
+            raise ValueError(f"{message}.")
+        places, kept = tsne_coordinates(self.tokens.tokens, most=MOST_DRAWN, seed=self.settings.seed)
+        x, y = (places / (float(places.abs().max()) or 1.0)).t().tolist()
+        experts = self.tokens.keys.logits.argmax(1)[kept].tolist()
+        return Tsne([round(each, 4) for each in x], [round(each, 4) for each in y], experts)
+
+
+def _three(tokens: LayerTokens, first: int) -> tuple[int, int, int]:
+    """Return a token and the next two in the batch with other sets of experts; raise ValueError if there are none."""
+    best = tokens.keys.logits.argsort(dim=1, descending=True, stable=True)[:, : tokens.k].sort(1).values.tolist()
+    found, known = [first], [best[first]]
+    for place in (*range(first + 1, len(best)), *range(first)):
+        if best[place] not in known and len(found) < 3:
+            found.append(place)
+            known.append(best[place])
+    if len(found) < 3:
+        raise ValueError("there are no three tokens with different experts.")
+    return found[0], found[1], found[2]

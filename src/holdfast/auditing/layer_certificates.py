@@ -12,15 +12,16 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from holdfast.auditing.batches import audit_batches
 from holdfast.auditing.forwards import Observation, observe
 from holdfast.auditing.model_and_data import (
     AuditedModel,
     TextEncoder,
+    audit_batches,
     evaluation_mode,
     resident,
     weights_in_dtype,
 )
+from holdfast.auditing.reports import DTYPES, ModelDescription, UndecidedTokens
 from holdfast.certificates import Certificates, MajorityVote, NoCertificate, Norm, Smoothing, certify, undecided
 from holdfast.certificates.arithmetic import Rounding
 from holdfast.hub import RouterCall
@@ -30,12 +31,11 @@ from holdfast.metrics.accumulator import Accumulator
 from holdfast.routing import Router, Routing
 from holdfast.stored import without_nan
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LEVELS = (0.001, 0.01, 0.05, 0.1)  # relative radii at which the share of certified tokens is reported
 TENSORS = ("radius", "distance", "lengths", "margin", "real")  # of `Certificates`, one number per token
 
 
-class Undecided(Accumulator[dict[str, Any]]):
+class Undecided(Accumulator[UndecidedTokens]):
     """How many tokens are undecided in a dtype, and how many undecided and decided tokens flip in it.
 
     Flips are those of one router that is called again with its inputs and weights rounded, not of a whole forward, where the
@@ -47,13 +47,10 @@ class Undecided(Accumulator[dict[str, Any]]):
         both, only_flips = (undecided & flips).sum(), (~undecided & flips).sum()
         self._add(tokens=len(undecided), undecided=undecided.sum(), both=both, only_flips=only_flips)
 
-    def result(self) -> dict[str, Any]:
-        undecided, tokens = float(self._sums["undecided"]), self._per("tokens")
-        return {
-            "share": undecided / tokens,
-            "of_undecided_flip": float(self._sums["both"]) / undecided if undecided else None,
-            "decided_that_flip": int(self._sums["only_flips"]),
-        }
+    def result(self) -> UndecidedTokens:
+        undecided = float(self._sums["undecided"])
+        flips = float(self._sums["both"]) / undecided if undecided else None
+        return UndecidedTokens(self._mean("undecided"), flips, int(self._sums["only_flips"]))
 
 
 def rounded(tokens: Tensor, dtype: torch.dtype) -> Tensor:
@@ -146,6 +143,27 @@ class LayerCertificates:
         """Return the certificates as rows, without padding; None if there are none."""
         return _joined(self.found) if self.found else None
 
+    def add(self, audited: AuditedModel, observed: Observation, options: CertificateOptions) -> Callable[[], None]:
+        """Certify one batch's real tokens, and which of them are undecided; return a function that adds the result."""
+        real = observed.real(self.layer)
+        try:
+            certificates = _rows(certify_layer(audited, self.layer, observed, options), real)
+        except ValueError as problem:  # no certificate is known for this router
+            reason = str(problem)
+            return lambda: setattr(self, "reason", reason)
+        dtypes = {} if certificates.kind == "probabilistic" else DTYPES
+        undecided = {
+            name: undecided_tokens(audited, self.layer, observed, dtype, options.rounding)[real].cpu()
+            for name, dtype in dtypes.items()
+        }
+
+        def finish() -> None:
+            self.found.append(certificates)
+            for name, rows in undecided.items():
+                self.undecided.setdefault(name, []).append(rows)
+
+        return finish
+
     def summary(self) -> dict[str, Any]:
         """Return what to store with a result."""
         about = {"layer": self.layer, "name": self.name, "router": self.router, "experts": self.experts}
@@ -163,15 +181,16 @@ class ModelCertificates:
     """The certificates of every MoE layer of a model on some data. `status` is "complete" or "interrupted" (Ctrl-C)."""
 
     status: str
-    model: dict[str, Any]
+    model: ModelDescription
     tokens: int
     options: CertificateOptions
     layers: list[LayerCertificates]
 
     def summary(self) -> dict[str, Any]:
-        about = {"schema": 1, "status": self.status, "model": self.model, "tokens": self.tokens, "how": asdict(self.options)}
-        found: dict[str, Any] = without_nan({**about, "layers": [layer.summary() for layer in self.layers]})
-        return found
+        about = {"schema": 1, "status": self.status, "model": asdict(self.model), "tokens": self.tokens}
+        layers = [layer.summary() for layer in self.layers]
+        stored: dict[str, Any] = without_nan({**about, "how": asdict(self.options), "layers": layers})
+        return stored
 
 
 def certify_model(
@@ -207,7 +226,7 @@ def certify_model(
     encoder = None if tokenizer is None else TextEncoder(tokenizer, audited.pad)
     options = CertificateOptions(norm, rounding, smoothing)
     about = audited.describe(name)
-    entries = zip(audited.names, about["routers"], about["experts"], strict=True)
+    entries = zip(about.layers, about.routers, about.experts, strict=True)
     layers = [LayerCertificates(place, *entry) for place, entry in enumerate(entries)]
     done, status = 0, "complete"
     with evaluation_mode(model), resident(audited.scorers()):
@@ -217,47 +236,17 @@ def certify_model(
                     progress(done, "certifying")
                 observed = observe(audited, sample)
                 observed.require_finite()
+                if smoothing is not None:  # numbered tokens, so that their noise does not depend on the batch size
+                    options = replace(options, smoothing=replace(smoothing, first=done))
                 # All layers first: an interrupted batch must not be in some layers only.
-                news = [_certify_batch(audited, layer, observed, _numbered(options, done)) for layer in layers]
-                for layer, (certificates, undecided_rows, reason) in zip(layers, news, strict=True):
-                    _add(layer, certificates, undecided_rows, reason)
+                for finish in [layer.add(audited, observed, options) for layer in layers]:
+                    finish()
                 done += len(observed.real(0))
         except KeyboardInterrupt:
             if not done:
                 raise
             status = "interrupted"
-    return ModelCertificates(status, about, done, options, layers)
-
-
-def _numbered(options: CertificateOptions, done: int) -> CertificateOptions:
-    """Return the options with the number of the next token, so that a token's noise does not depend on the batch size."""
-    return options if options.smoothing is None else replace(options, smoothing=replace(options.smoothing, first=done))
-
-
-def _certify_batch(
-    audited: AuditedModel, layer: LayerCertificates, observed: Observation, options: CertificateOptions
-) -> tuple[Certificates | None, dict[str, Tensor], str | None]:
-    """Return the certificates of one batch's real tokens, which of them are undecided, and why there are none."""
-    real = observed.real(layer.layer)
-    try:
-        found = _rows(certify_layer(audited, layer.layer, observed, options), real)
-    except ValueError as reason:  # no certificate is known for this router
-        return None, {}, str(reason)
-    if found.kind == "probabilistic":
-        return found, {}, None
-    rows = {
-        name: undecided_tokens(audited, layer.layer, observed, dtype, options.rounding)[real]
-        for name, dtype in DTYPES.items()
-    }
-    return found, rows, None
-
-
-def _add(layer: LayerCertificates, found: Certificates | None, undecided: dict[str, Tensor], reason: str | None) -> None:
-    layer.reason = reason
-    if found is not None:
-        layer.found.append(found)
-    for name, rows in undecided.items():
-        layer.undecided.setdefault(name, []).append(rows.cpu())
+    return ModelCertificates(status, about, done, CertificateOptions(norm, rounding, smoothing), layers)
 
 
 def _rows(found: Certificates, real: Tensor) -> Certificates:
@@ -271,6 +260,5 @@ def _joined(parts: Sequence[Certificates]) -> Certificates:
     """Return the certificates of several batches as one."""
     joined: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in (*TENSORS, "pair")}
     bounds = {name: torch.cat([part.bounds[name] for part in parts]) for name in parts[0].bounds}
-    kinds = {part.kind for part in parts}
-    kind = parts[0].kind if len(kinds) == 1 else "lower bound"
+    kind = parts[0].kind if len({part.kind for part in parts}) == 1 else "lower bound"
     return replace(parts[0], **joined, bounds=bounds, kind=kind)

@@ -1,22 +1,28 @@
-"""What an audit works on: the model (`AuditedModel`), a batch of its data (`AuditBatch`) and its tokenizer (`TextEncoder`).
+"""What an audit works on: the model (`AuditedModel`), its tokenizer (`TextEncoder`) and the batches of its data.
 
-The weights of a model larger than memory may be offloaded to disk (accelerate); those of its routers stay in memory.
+Data are texts, labelled texts (for models that classify them) or a model's inputs; `audit_batches` reads them one batch at a
+time. The weights of a model larger than memory may be offloaded to disk (accelerate); those of its routers stay in memory.
 """
 
 import hashlib
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any, final
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from holdfast.attacks.text import Spans
+from holdfast.attacks.threat import check_count
+from holdfast.auditing.reports import DataDescription, ModelDescription, TokenPlace
 from holdfast.certificates import Gate
 from holdfast.data import Document, LabelledText, Tokenizer, Vocabulary
+from holdfast.data.labelled_texts import flat_texts
 from holdfast.data.tokenizers import is_bare
 from holdfast.hub.layers import MoELayerRef, moe_layers
 from holdfast.hub.replacements import gate_weight
@@ -25,6 +31,8 @@ from holdfast.layers.moe import LAYER_NAMES
 from holdfast.metrics import Boundary, boundary_of, levels_of
 from holdfast.metrics.tasks import IGNORED
 from holdfast.routing import Router
+
+CONTEXT = 4  # tokens shown before and after a token
 
 
 @contextmanager
@@ -36,29 +44,17 @@ def resident(modules: Iterable[nn.Module]) -> Iterator[None]:
     with ExitStack() as stack:
         for module in modules:
             for part in module.modules():
-                hook = getattr(part, "_hf_hook", None)
+                hook: Any = getattr(part, "_hf_hook", None)
                 if getattr(hook, "offload", False):
-                    _fetch(part, hook)
+                    hook.pre_forward(part)
+                    hook.offload = False  # so that a forward neither loads nor offloads them
                     stack.callback(_offload, part, hook)
         yield
-
-
-def _fetch(module: nn.Module, hook: Any) -> None:
-    hook.pre_forward(module)
-    hook.offload = False  # so that a forward neither loads nor offloads them
 
 
 def _offload(module: nn.Module, hook: Any) -> None:
     hook.offload = True
     hook.post_forward(module, None)
-
-
-def device_of(model: Any) -> torch.device:
-    """Return the device of the inputs. A model with offloaded weights reports `meta`; then its hook has the device."""
-    device: torch.device = model.device
-    if device.type != "meta":
-        return device
-    return torch.device(getattr(getattr(model, "_hf_hook", None), "execution_device", None) or "cpu")
 
 
 @final
@@ -82,7 +78,11 @@ class AuditedModel:
 
     @property
     def device(self) -> torch.device:
-        return device_of(self.model)
+        """Return the device of the inputs. A model with offloaded weights reports `meta`; then its hook has the device."""
+        device: torch.device = self.model.device
+        if device.type != "meta":
+            return device
+        return torch.device(getattr(getattr(self.model, "_hf_hook", None), "execution_device", None) or "cpu")
 
     @property
     def dtype(self) -> torch.dtype:
@@ -155,22 +155,20 @@ class AuditedModel:
         """Return the modules with the routers' weights."""
         return [self.routes[layer] if site.family is None else site.gate for layer, site in enumerate(self.moe_layers)]
 
-    def describe(self, name: str | None) -> dict[str, Any]:
-        config = self.model.config
-        return {
-            "name": name or getattr(config, "_name_or_path", None) or type(self.model).__name__,
-            "type": config.model_type,
-            "class": type(self.model).__name__,
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
-            "layers": self.names,
-            "experts": [site.size[1] for site in self.moe_layers],
-            "routers": ["native" if site.router is None else _parts(site.router) for site in self.moe_layers],
-        }
-
-
-def _parts(router: Router) -> str:
-    return " ".join(type(part).__name__ for part in router.parts)
+    def describe(self, name: str | None) -> ModelDescription:
+        config, routers = self.model.config, [site.router for site in self.moe_layers]
+        return ModelDescription(
+            name=name or getattr(config, "_name_or_path", None) or type(self.model).__name__,
+            type=config.model_type,
+            architecture=type(self.model).__name__,
+            dtype=str(self.dtype).removeprefix("torch."),
+            parameters=sum(parameter.numel() for parameter in self.model.parameters()),
+            layers=self.names,
+            experts=[site.size[1] for site in self.moe_layers],
+            routers=[
+                "native" if router is None else " ".join(type(part).__name__ for part in router.parts) for router in routers
+            ],
+        )
 
 
 @contextmanager
@@ -240,11 +238,38 @@ class AuditBatch:
         mask = self.inputs.get("attention_mask")
         return int(mask.sum()) if mask is not None else 0 if self.ids is None else self.ids.numel()
 
-    def add_to(self, digest: Any) -> None:
-        """Add the inputs to a checksum."""
-        for name, tensor in sorted(self.inputs.items()):
-            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    @property
+    def token_mask(self) -> Tensor | None:
+        """Return the attention mask if it is (B,N), one entry per token; otherwise None."""
+        mask = self.inputs.get("attention_mask")
+        return mask if mask is not None and mask.dim() == 2 else None
+
+
+@final
+class DataCounter:
+    """What a report has read of its data: counts, and the SHA-256 of all inputs."""
+
+    def __init__(self) -> None:
+        self.batches = self.sequences = self.tokens = 0
+        self._kind, self._digest = "inputs", hashlib.sha256()
+
+    def add(self, batch: AuditBatch, tokens: int) -> None:
+        """Add a finished batch with this number of tokens."""
+        for name, tensor in sorted(batch.inputs.items()):
+            self._digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            self._digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        self.batches, self.sequences = self.batches + 1, self.sequences + batch.size
+        self.tokens += tokens
+        self._kind = "inputs" if batch.texts is None else "texts"
+
+    def describe(self) -> DataDescription:
+        return DataDescription(
+            kind=self._kind,
+            checksum=self._digest.hexdigest(),
+            batches=self.batches,
+            sequences=self.sequences,
+            tokens=self.tokens,
+        )
 
 
 @final
@@ -261,15 +286,10 @@ class TextEncoder:
                 "the tokenizer has special tokens and no words: its files are missing where it was loaded from."
             )
         self.tokenizer, self.is_holdfast = tokenizer, isinstance(tokenizer, Tokenizer)
-        own = None if self.is_holdfast else getattr(tokenizer, "pad_token_id", None)
-        self.pad = pad if own is None else int(own)
-
-    @property
-    def has_spans(self) -> bool:
-        if self.is_holdfast:
-            inner = getattr(self.tokenizer, "tokenizer", None)
-            return inner is None or bool(inner.is_fast)
-        return bool(getattr(self.tokenizer, "is_fast", False))
+        padding = None if self.is_holdfast else getattr(tokenizer, "pad_token_id", None)
+        self.pad = pad if padding is None else int(padding)
+        inner = getattr(tokenizer, "tokenizer", None) if self.is_holdfast else tokenizer
+        self.has_spans = inner is None or bool(getattr(inner, "is_fast", False))
 
     def encode(self, text: str) -> tuple[list[int], Spans | None]:
         if self.is_holdfast:
@@ -283,11 +303,10 @@ class TextEncoder:
     def knows(self, word: str) -> bool:
         """Return whether the word has tokens of its own, without the unknown token."""
         inner = getattr(self.tokenizer, "tokenizer", self.tokenizer)
-        unknown_name = 0 if isinstance(inner, Vocabulary) else getattr(inner, "unk_token_id", None)
-        ids = (
-            self.tokenizer.encode(word).tolist() if self.is_holdfast else inner(word, add_special_tokens=False)["input_ids"]
-        )
-        return unknown_name not in ids
+        unknown = 0 if isinstance(inner, Vocabulary) else getattr(inner, "unk_token_id", None)
+        if self.is_holdfast:
+            return unknown not in self.tokenizer.encode(word).tolist()
+        return unknown not in inner(word, add_special_tokens=False)["input_ids"]
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(ids)))
@@ -296,11 +315,8 @@ class TextEncoder:
         """Return texts as one batch, padded on the right and cut after `length` tokens."""
         read = [self.encode(text) for text in texts]
         rows = [torch.tensor(ids[:length], dtype=torch.int64) for ids, _ in read]
-        longest = max(len(row) for row in rows)
-        ids = torch.full((len(rows), longest), self.pad, dtype=torch.int64)
-        mask = torch.zeros_like(ids)
-        for place, row in enumerate(rows):
-            ids[place, : len(row)], mask[place, : len(row)] = row, 1
+        ids = pad_sequence(rows, batch_first=True, padding_value=self.pad)
+        mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
         spans = None if not self.has_spans else tuple(found[:length] for _, found in read if found is not None)
         return AuditBatch(number, {"input_ids": ids, "attention_mask": mask}, next_tokens(ids, mask), tuple(texts), spans)
 
@@ -328,21 +344,142 @@ def next_tokens(ids: Tensor, mask: Tensor | None) -> Tensor:
     return labels
 
 
-def check_size(name: str, value: Any, least: int = 1) -> None:
-    """Raise ValueError if `value` is not a whole number of at least `least`."""
-    if not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} is {value!r}; it must be a whole number, at least {least}.")
+def audit_batches(
+    given: Iterable[Any], audited: AuditedModel, encoder: TextEncoder | None, *, batch: int, length: int, tokens: int | None
+) -> Iterator[AuditBatch]:
+    """Yield batches of the given texts or inputs until there are `tokens` tokens."""
+    check_count(batch, "batch")
+    check_count(length, "length", 2)  # one token has no next one
+    check_count(1 if tokens is None else tokens, "tokens")
+    if isinstance(given, str | Mapping):
+        raise ValueError(f"the texts or inputs are one {type(given).__name__}; give a list of strings or a list of batches.")
+    everything = iter(given)
+    first = next(everything, None)
+    if first is None:
+        raise ValueError("there are no data: give at least one text or batch.")
+    rest = chain([first], everything)
+    if isinstance(first, str):
+        if encoder is None:
+            raise ValueError("texts need the model's tokenizer: audit(model, texts, tokenizer=...).")
+        found = from_texts(rest, encoder, batch=batch, length=length)
+    elif isinstance(first, LabelledText):
+        if encoder is None or encoder.is_holdfast:
+            raise ValueError("labelled texts need the model's tokenizer: audit(model, texts, tokenizer=...).")
+        found = from_labelled(rest, audited, encoder, batch=batch, length=length)
+    else:
+        found = from_batches(rest, audited)
+    seen = 0
+    for sample in found:
+        yield sample
+        seen += sample.tokens
+        if tokens is not None and seen >= tokens:
+            return
+    if seen == 0 and isinstance(first, str):
+        raise ValueError("there are no data: every text is empty.")
 
 
-@final
-class Checksum:
-    """SHA-256 of all data of an audit."""
+def from_texts(texts: Iterable[str], encoder: TextEncoder, *, batch: int, length: int) -> Iterator[AuditBatch]:
+    """Yield batches of texts; long texts are cut into several sequences, empty ones are skipped."""
+    waiting: list[str] = []
+    number = 0
+    for text in texts:
+        if not isinstance(text, str):
+            raise ValueError(f"one of the texts is a {type(text).__name__}; give strings only, or batches only.")
+        for piece in encoder.pieces(text, length) if text.strip() else ():
+            waiting.append(piece)
+            if len(waiting) == batch:
+                yield encoder.batch(number, waiting, length)
+                waiting, number = [], number + 1
+    if waiting:
+        yield encoder.batch(number, waiting, length)
 
-    def __init__(self) -> None:
-        self._digest = hashlib.sha256()
 
-    def add(self, batch: AuditBatch) -> None:
-        batch.add_to(self._digest)
+def from_batches(batches: Iterable[Any], audited: AuditedModel) -> Iterator[AuditBatch]:
+    """Yield batches from dicts for the model's forward. Labels are removed and scored here, without router losses."""
+    for number, given in enumerate(batches):
+        if not isinstance(given, Mapping):
+            raise ValueError(f"batch {number} is a {type(given).__name__}; expected a dict for the model's forward.")
+        tensors = {str(name): tensor for name, tensor in given.items() if isinstance(tensor, Tensor)}
+        labels, shifted = tensors.pop("labels", None), tensors.pop("shift_labels", None)
+        if not tensors or not len(next(iter(tensors.values()))):
+            raise ValueError(f"batch {number} is empty; expected input_ids or pixel_values.")
+        ids = tensors.get("input_ids")
+        if ids is not None and audited.predicts_next and shifted is None:
+            shifted = next_tokens(ids if labels is None else labels, AuditBatch(number, tensors, None).token_mask)
+        yield AuditBatch(number, tensors, labels if shifted is None else shifted)
 
-    def __str__(self) -> str:
-        return str(self._digest.hexdigest())
+
+def from_labelled(
+    examples: Iterable[LabelledText], audited: AuditedModel, encoder: TextEncoder, *, batch: int, length: int
+) -> Iterator[AuditBatch]:
+    """Yield batches of labelled texts or pairs."""
+    for number, some in enumerate(batched(examples, batch)):
+        wrong = next((one for one in some if not isinstance(one, LabelledText)), None)
+        if wrong is not None:
+            raise ValueError(f"one of the labelled texts is a {type(wrong).__name__}; give LabelledText only.")
+        yield labelled_batch(encoder, number, some, length, classes=audited.classes)
+
+
+def batched(things: Iterable[Any], size: int) -> Iterator[list[Any]]:
+    """Yield lists of `size` things; the last one may be shorter."""
+    rest = iter(things)
+    while some := list(islice(rest, size)):
+        yield some
+
+
+def labelled_batch(
+    encoder: TextEncoder, number: int, examples: Sequence[LabelledText], length: int | None, *, classes: int
+) -> AuditBatch:
+    """Return labelled texts or pairs as one batch, encoded and cut as a classifier reads them.
+
+    The texts of the batch are those of `flat_texts`: the second texts of pairs follow. `classes` is 0 if the model does not
+    classify: then labels are not scored.
+    """
+    cut = {} if length is None else {"truncation": True, "max_length": length}
+    spans: list[Spans] = []
+    spans_of_second: list[Spans] = []
+    rows, types = [], []
+    for one in examples:
+        found = encoder.tokenizer(one.text, one.pair, verbose=False, return_offsets_mapping=encoder.has_spans, **cut)
+        rows.append(torch.tensor(found["input_ids"], dtype=torch.int64))
+        types.append(torch.tensor(found.get("token_type_ids", [0] * len(rows[-1])), dtype=torch.int64))
+        if encoder.has_spans:
+            of_pair = _in_second_text(found, len(rows[-1]))[:, None]
+            offsets = np.array(found["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+            spans.append(offsets * ~of_pair)
+            if one.pair is not None:
+                spans_of_second.append(offsets * of_pair)
+    ids = pad_sequence(rows, batch_first=True, padding_value=encoder.pad)
+    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    if any(one.pair is not None for one in examples) and "token_type_ids" in found:
+        inputs["token_type_ids"] = pad_sequence(types, batch_first=True)
+    labels = torch.tensor([int(one.label) for one in examples]) if classes else None
+    spans += spans_of_second
+    return AuditBatch(number, inputs, labels, tuple(flat_texts(examples)), tuple(spans) or None, tuple(examples))
+
+
+def _in_second_text(found: Any, count: int) -> Any:
+    """Return (T,) bool: which tokens of an encoded pair belong to its second text."""
+    numbers = found.sequence_ids(0) if hasattr(found, "sequence_ids") else found.get("sequence_ids", [0] * count)
+    return np.array([number == 1 for number in numbers], dtype=bool)
+
+
+def token_place(batch: AuditBatch, row: int, encoder: TextEncoder | None) -> TokenPlace:
+    """Return the position of a token and the tokens around it, decoded if there is a tokenizer."""
+    ids, mask = batch.ids, batch.token_mask
+    if ids is None or row >= ids.numel():
+        return TokenPlace(batch=batch.number, place=row)
+    sequence, position = divmod(row, ids.shape[1])
+    line = ids[sequence].tolist()
+    near = range(max(0, position - CONTEXT), min(len(line), position + CONTEXT + 1))
+    real = [place for place in near if mask is None or mask[sequence, place]]
+    parts = {
+        "text": [position],
+        "before": [place for place in real if place < position],
+        "after": [place for place in real if place > position],
+        "context": real,
+    }
+    decoded = {} if encoder is None else {name: encoder.decode([line[n] for n in part]) for name, part in parts.items()}
+    where: dict[str, Any] = {"sequence": sequence, "position": position, "token": line[position], **decoded}
+    return TokenPlace(batch=batch.number, place=row, **where)

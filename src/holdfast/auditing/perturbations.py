@@ -23,10 +23,10 @@ from torch import Tensor
 
 from holdfast.attacks import AttackedText, AttackWarning, attack_routes, attack_texts, find_attack, words_in
 from holdfast.attacks.threat import derived_seed
-from holdfast.auditing.batches import labelled_batch
 from holdfast.auditing.forwards import ForwardComparison, Observation, Rows, observe
-from holdfast.auditing.layer_certificates import DTYPES, call_in_dtype, rounded, route_again
-from holdfast.auditing.model_and_data import AuditBatch, AuditedModel, TextEncoder, weights_in_dtype
+from holdfast.auditing.layer_certificates import call_in_dtype, rounded, route_again
+from holdfast.auditing.model_and_data import AuditBatch, AuditedModel, TextEncoder, labelled_batch, weights_in_dtype
+from holdfast.auditing.reports import DTYPES
 from holdfast.data import Vocabulary
 from holdfast.data.labelled_texts import with_texts
 from holdfast.metrics.tasks import IGNORED
@@ -151,13 +151,13 @@ class SingleSequence(Perturbation):
     harmless: ClassVar[bool] = True
 
     def unavailable(self, audited: AuditedModel, batch: AuditBatch) -> str | None:
-        mask = padding_mask(batch)
+        mask = batch.token_mask
         if batch.size == 1 and (mask is None or bool(mask.all())):
             return "every batch is already one sequence without padding."
         return None
 
     def run(self, audited: AuditedModel, batch: AuditBatch, clean: Observation, comparison: ForwardComparison) -> None:
-        mask = padding_mask(batch)
+        mask = batch.token_mask
         for sequence in range(batch.size):
             real = None if mask is None else mask[sequence].bool().nonzero().flatten()
             if real is not None and not len(real):
@@ -202,7 +202,7 @@ class ExtraPadding(Perturbation):
     def run(self, audited: AuditedModel, batch: AuditBatch, clean: Observation, comparison: ForwardComparison) -> None:
         assert batch.ids is not None
         length = batch.ids.shape[1]
-        mask = torch.ones_like(batch.ids) if padding_mask(batch) is None else batch.inputs["attention_mask"]
+        mask = torch.ones_like(batch.ids) if batch.token_mask is None else batch.token_mask
         inputs = {name: self._pad(tensor, 0) for name, tensor in batch.inputs.items()}
         inputs |= {"input_ids": self._pad(batch.ids, audited.pad), "attention_mask": self._pad(mask, 0)}
         if audited.takes_positions:
@@ -219,12 +219,6 @@ class ExtraPadding(Perturbation):
     def _pad(self, tensor: Tensor, value: int) -> Tensor:
         more = tensor.new_full((tensor.shape[0], PADDED), value)
         return torch.cat([more, tensor] if self.side == "left" else [tensor, more], dim=1)
-
-
-def padding_mask(batch: AuditBatch) -> Tensor | None:
-    """Return the attention mask if it is (B,N), one entry per token; otherwise None."""
-    mask = batch.inputs.get("attention_mask")
-    return mask if mask is not None and mask.dim() == 2 else None
 
 
 def _single_sequence(batch: AuditBatch, sequence: int, real: Tensor | None) -> AuditBatch:

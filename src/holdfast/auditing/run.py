@@ -3,23 +3,21 @@
 `what_if` needs no training: it audits the model, reroutes it, audits it again and restores it.
 """
 
+import math
+import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
 from typing import Any, final
 
 from holdfast.attacks import ATTACKS
-from holdfast.attacks.threat import check_budget, check_rate, check_seed
 from holdfast.auditing.baseline import Baseline
-from holdfast.auditing.batches import audit_batches
-from holdfast.auditing.forwards import ForwardComparison, observe
-from holdfast.auditing.layer_certificates import DTYPES
+from holdfast.auditing.forwards import ForwardComparison, Observation, observe
 from holdfast.auditing.model_and_data import (
     AuditBatch,
     AuditedModel,
-    Checksum,
+    DataCounter,
     TextEncoder,
-    check_size,
+    audit_batches,
     evaluation_mode,
     resident,
 )
@@ -35,14 +33,24 @@ from holdfast.auditing.perturbations import (
     SingleSequence,
     WordChanges,
 )
-from holdfast.auditing.report import AuditReport, overall
+from holdfast.auditing.reports import (
+    DTYPES,
+    AuditedLayer,
+    AuditReport,
+    Overall,
+    Pair,
+    Perturbed,
+    Settings,
+    SkippedPerturbation,
+    WhatIf,
+)
+from holdfast.checked import from_mapping
 from holdfast.errors import unknown_name
 from holdfast.hub import reroute, restore
 from holdfast.hub.layers import MoELayerRef
 from holdfast.hub.replacements import ReroutedGate
 from holdfast.hub.tracing import require_finite
 from holdfast.routing.layer_names import resolve_layers, routers_by_layer
-from holdfast.stored import without_nan
 from holdfast.version import versions
 
 PERTURBATIONS = {
@@ -59,43 +67,16 @@ PERTURBATIONS = {
 MOST_LEVELS = 8  # of noise: each is a forward of all data
 
 
-@final
-@dataclass(frozen=True)
-class Settings:
-    """Everything that determines an audit, apart from the model and its inputs."""
-
-    perturb: tuple[str, ...]
-    noise: tuple[float, ...]
-    seed: int = 0
-    batch: int = 8  # sequences per batch, for texts
-    length: int = 128  # tokens per sequence, for texts
-    tokens: int | None = None  # stop after this number of tokens, rounded up to whole batches
-    rate: float = 0.1  # share of words swapped or misspelt
-    budget: float = 0.01  # of the routing attack, as a share of a token's length
-    attack_tokens: int = 64
-    at_risk: int = 20
-
-    def __post_init__(self) -> None:
-        for name in self.perturb:
-            if name not in PERTURBATIONS and name not in text_attacks():
-                raise ValueError(unknown_name("perturbation", name, [*PERTURBATIONS, *text_attacks()]))
-        if len(self.noise) > MOST_LEVELS:
-            raise ValueError(
-                f"there are {len(self.noise)} noise levels; give at most {MOST_LEVELS}, because each runs all data."
-            )
-        for level in self.noise:
-            if not isinstance(level, int | float) or not 0 < level <= 1:
-                raise ValueError(
-                    f"a noise level is {level!r}; expected a share of each token's length, above 0 and at most 1."
-                )
-        check_size("attack_tokens", self.attack_tokens)
-        check_size("at_risk", self.at_risk)
-        check_seed(self.seed)
-        check_rate(self.rate)
-        check_budget(self.budget)
-
-    def describe(self) -> dict[str, Any]:
-        return {**asdict(self), "perturb": list(self.perturb), "noise": list(self.noise)}
+def audit_settings(perturb: Iterable[str], noise: Iterable[float], **given: Any) -> Settings:
+    """Return the settings of an audit; raise ValueError for a wrong name or value."""
+    settings: Settings = from_mapping(Settings, {"perturb": list(perturb), "noise": list(noise), **given})
+    for name in settings.perturb:
+        if name not in PERTURBATIONS and name not in text_attacks():
+            raise ValueError(unknown_name("perturbation", name, [*PERTURBATIONS, *text_attacks()]))
+    levels = len(settings.noise)
+    if levels > MOST_LEVELS:
+        raise ValueError(f"there are {levels} noise levels; give at most {MOST_LEVELS}, because each runs all data.")
+    return settings
 
 
 def perturbation_names(settings: Settings) -> list[str]:
@@ -106,7 +87,7 @@ def perturbation_names(settings: Settings) -> list[str]:
         "model": ["model.bf16", "model.fp32"],
         "batch": ["batch.alone", "batch.left", "batch.right"],
     }
-    return [name for one in _in_order(settings) for name in several.get(one, [one])]
+    return [name for kind in _in_order(settings) for name in several.get(kind, [kind])]
 
 
 def text_attacks() -> list[str]:
@@ -116,8 +97,8 @@ def text_attacks() -> list[str]:
 
 def _in_order(settings: Settings) -> list[str]:
     """Return the perturbations in the order of `PERTURBATIONS`, then the other attacks on texts as they were given."""
-    own = [name for name in PERTURBATIONS if name in settings.perturb]
-    return own + [name for name in dict.fromkeys(settings.perturb) if name not in PERTURBATIONS]
+    ours = [name for name in PERTURBATIONS if name in settings.perturb]
+    return ours + [name for name in dict.fromkeys(settings.perturb) if name not in PERTURBATIONS]
 
 
 def perturbations(settings: Settings, audited: AuditedModel, encoder: TextEncoder | None) -> list[Perturbation]:
@@ -129,13 +110,11 @@ def perturbations(settings: Settings, audited: AuditedModel, encoder: TextEncode
         "model": [ModelDtype(audited)],
         "batch": [SingleSequence(), ExtraPadding("left"), ExtraPadding("right")],
         "backend": [Backend(audited)],
-        "words": [WordChanges("words", encoder, settings.rate, settings.seed, settings.length)],
-        "typos": [WordChanges("typos", encoder, settings.rate, settings.seed, settings.length)],
         "attack": [Attack(settings.budget, settings.attack_tokens, settings.seed)],
     }
-    for name in text_attacks():
+    for name in ("words", "typos", *text_attacks()):
         by_name[name] = [WordChanges(name, encoder, settings.rate, settings.seed, settings.length)]
-    return [one for name in _in_order(settings) for one in by_name[name]]
+    return [perturbation for name in _in_order(settings) for perturbation in by_name[name]]
 
 
 Progress = Callable[[int, str], None]  # (tokens done, what is being done)
@@ -167,12 +146,11 @@ def audit(
 
     Example:
         report = holdfast.audit(model, ["The quick brown fox jumps over the lazy dog."], tokenizer=tokenizer)
-        print(report.overall["flips"])
+        print(report.overall.flips)
     """
-    chosen = (perturb,) if isinstance(perturb, str) else tuple(perturb)
+    checked = audit_settings((perturb,) if isinstance(perturb, str) else perturb, noise, **settings)
     audited = AuditedModel(model)
     require_finite(model)
-    checked = _settings(perturb=chosen, noise=tuple(noise), **settings)
     encoder = None if tokenizer is None else TextEncoder(tokenizer, audited.pad)
     run = _Run(audited, checked, encoder, progress)
     started = time.monotonic()
@@ -184,14 +162,6 @@ def audit(
     return run.report(name, interrupted, time.monotonic() - started)
 
 
-def _settings(**given: Any) -> Settings:
-    known = [entry.name for entry in fields(Settings)]
-    for name in given:
-        if name not in known:
-            raise ValueError(unknown_name("setting of an audit", name, known))
-    return Settings(**given)
-
-
 @final
 class _Run:
     """The sums of an audit in progress. A batch is added when all perturbations have been run on it."""
@@ -199,14 +169,13 @@ class _Run:
     def __init__(
         self, audited: AuditedModel, settings: Settings, encoder: TextEncoder | None, progress: Progress | None
     ) -> None:
-        self.audited, self.settings, self.encoder, self.progress = audited, settings, encoder, progress
+        self.audited, self.settings, self.encoder = audited, settings, encoder
+        self.tell: Progress = progress or (lambda done, what: None)
         self.perturbations = perturbations(settings, audited, encoder)
         self.baseline = Baseline(audited, settings.at_risk)
         self.comparisons = {one.name: ForwardComparison(audited) for one in self.perturbations}
         self.skipped: dict[str, str] = {}
-        self.checksum = Checksum()
-        self.batches = self.sequences = self.tokens = 0
-        self.kind = "inputs"
+        self.data = DataCounter()
 
     def consume(self, batches: Iterator[AuditBatch]) -> bool:
         """Process all batches; return whether the user interrupted. Raise KeyboardInterrupt if no batch was finished."""
@@ -214,109 +183,127 @@ class _Run:
             for batch in batches:
                 self._consume_batch(batch)
         except KeyboardInterrupt:
-            if not self.batches:
+            if not self.data.batches:
                 raise
             return True
         return False
 
     def _consume_batch(self, batch: AuditBatch) -> None:
-        self._report_progress("the unperturbed model")
+        self.tell(self.data.tokens, "the unperturbed model")
         clean = observe(self.audited, batch)
         clean.require_finite()
         baseline = Baseline(self.audited, self.settings.at_risk)
         baseline.update(clean, batch, self.encoder)
         comparisons: dict[str, ForwardComparison] = {}
-        skipped: dict[str, str] = {}
-        for one in self.perturbations:
-            if one.name in self.skipped:
+        reasons: dict[str, str] = {}
+        for perturbation in self.perturbations:
+            name = perturbation.name
+            if name in self.skipped:
                 continue
-            reason = one.unavailable(self.audited, batch)
+            reason = perturbation.unavailable(self.audited, batch)
             if reason is None:
-                self._report_progress(one.about)
-                comparisons[one.name] = ForwardComparison(self.audited)
-                reason = self._run_perturbation(one, batch, clean, comparisons[one.name])
+                self.tell(self.data.tokens, perturbation.about)
+                comparisons[name] = ForwardComparison(self.audited)
+                reason = self._run_perturbation(perturbation, batch, clean, comparisons[name])
             if reason is not None:
-                skipped[one.name] = reason
+                reasons[name] = reason
         self.baseline.merge(baseline)
         for name, comparison in comparisons.items():
             self.comparisons[name].merge(comparison)
-        self._skip(skipped)
-        self.checksum.add(batch)
-        self.batches, self.sequences = self.batches + 1, self.sequences + batch.size
-        self.tokens += batch.tokens
-        self.kind = "inputs" if batch.texts is None else "texts"
+        for name, reason in reasons.items():
+            # One that only does not apply to this batch keeps its earlier results.
+            if reason.startswith("it failed") or not self.comparisons[name].tokens:
+                self.skipped[name] = reason
+        self.data.add(batch, batch.tokens)
 
     def _run_perturbation(
-        self, one: Perturbation, batch: AuditBatch, clean: Any, comparison: ForwardComparison
+        self, perturbation: Perturbation, batch: AuditBatch, clean: Observation, comparison: ForwardComparison
     ) -> str | None:
         """Return None, or why it failed: a device may not have the backend, or a kernel may not support the dtype."""
         try:
-            one.run(self.audited, batch, clean, comparison)
+            perturbation.run(self.audited, batch, clean, comparison)
         except (ValueError, RuntimeError, NotImplementedError, TypeError, AttributeError) as problem:
             lines = str(problem).strip().splitlines()
             return f"it failed: {lines[0] if lines else type(problem).__name__}"
         return None
 
-    def _skip(self, reasons: dict[str, str]) -> None:
-        """Store why perturbations were skipped. One that only does not apply to this batch keeps its earlier results."""
-        for name, reason in reasons.items():
-            if reason.startswith("it failed") or not self.comparisons[name].tokens:
-                self.skipped[name] = reason
-
-    def _report_progress(self, what: str) -> None:
-        if self.progress is not None:
-            self.progress(self.tokens, what)
-
     def report(self, name: str | None, interrupted: bool, seconds: float) -> AuditReport:
-        baseline = self.baseline.result()
-        perturbed = {one.name: self._perturbed(one) for one in self.perturbations}
-        data = {"kind": self.kind, "checksum": str(self.checksum), "batches": self.batches, "sequences": self.sequences}
+        perturbed: dict[str, Perturbed] = {}
+        skipped: dict[str, SkippedPerturbation] = {}
+        for one in self.perturbations:
+            if one.name in self.skipped or not self.comparisons[one.name].tokens:
+                reason = self.skipped.get(one.name, "it left no tokens to compare.")
+                skipped[one.name] = SkippedPerturbation(one.about, reason)
+            else:
+                perturbed[one.name] = self.comparisons[one.name].result(one.about, one.harmless)
+        layers, loss = self.baseline.layers(), self.baseline.loss
         return AuditReport(
             status="interrupted" if interrupted else "complete",
             model=self.audited.describe(name),
-            data={**data, "tokens": self.tokens},
-            settings=self.settings.describe(),
+            data=self.data.describe(),
+            settings=self.settings,
             versions=versions(),
             seconds=round(seconds, 3),
-            overall=without_nan(overall(baseline, perturbed)),
-            layers=without_nan(baseline["layers"]),
-            perturbations=without_nan(perturbed),
-            at_risk=without_nan(self.baseline.at_risk),
-            view=None if self.baseline.view is None else self.baseline.view.result(),
-        )
-
-    def _perturbed(self, one: Perturbation) -> dict[str, Any]:
-        comparison = self.comparisons[one.name]
-        about = {"about": one.about, "harmless": one.harmless}
-        if one.name in self.skipped or not comparison.tokens:
-            return {**about, "skipped": self.skipped.get(one.name, "it left no tokens to compare.")}
-        return {**about, "skipped": None, **comparison.result()}
+            overall=overall(layers, loss.result() if loss.tokens else None, perturbed),
+            layers=layers,
+            perturbations=perturbed,
+            skipped=skipped,
+            at_risk=self.baseline.at_risk,
+            view=self.baseline.view,
+        ).as_stored()
 
 
-@final
-@dataclass(frozen=True)
-class WhatIf:
-    """Two audits of one model on the same data: before and after it was rerouted."""
+def overall(layers: list[AuditedLayer], loss: float | None, perturbed: dict[str, Perturbed]) -> Overall:
+    """Return the numbers of the whole model: means over layers, except where the name says otherwise."""
+    certified = [layer for layer in layers if layer.radius is not None]
+    dropped = [layer.dropped for layer in layers if layer.dropped is not None]
+    strips = zip(*(layer.near_ties.strips for layer in layers), strict=True)
+    medians = [math.inf if layer.radius.median is None else layer.radius.median for layer in certified if layer.radius]
+    changes = {name: one.overall for name, one in perturbed.items()}
+    undecided = {name: [layer.undecided[name].share for layer in certified] for name in DTYPES} if certified else {}
+    return Overall(
+        layers=len(layers),
+        tokens=max(layer.tokens for layer in layers),
+        experts_per_token=_mean(layer.experts_per_token.mean for layer in layers),
+        loss=loss,
+        perplexity=perplexity_of(loss),
+        entropy=_mean(layer.entropy for layer in layers),
+        entropy_share=_mean(layer.entropy_share for layer in layers),
+        instability=_mean(layer.instability for layer in layers),
+        load={
+            "std": _mean(layer.load.std for layer in layers),
+            "cv": _mean(layer.load.cv for layer in layers),
+            "dead": sum(len(layer.load.dead) for layer in layers),
+        },
+        dropped={name: _mean(one[name] for one in dropped) for name in ("share", "tokens")} if dropped else {},
+        near_ties={f"{same[0].width:g}": _mean(strip.share for strip in same) for same in strips},
+        undecided={name: _mean(shares) for name, shares in undecided.items()},
+        undecided_worst={name: max(shares) for name, shares in undecided.items()},
+        # The smallest median: a model is as robust as its weakest layer.
+        radius={"median_worst": min(medians), "low": _mean(layer.radius.low for layer in certified if layer.radius)}
+        if certified
+        else {},
+        co_selection={
+            "spectral_gap": _mean(layer.co_selection.spectral_gap for layer in layers),
+            "groups": max(layer.co_selection.groups for layer in layers),
+        },
+        flips={name: one.flips for name, one in changes.items()},
+        first_flips={name: one.first_flips for name, one in changes.items()},
+        weight_change={name: one.weight_change for name, one in changes.items()},
+        output={name: one.output for name, one in changes.items()},
+        prediction_flips={name: one.prediction_flips for name, one in changes.items()},
+        loss_change={name: None if one.loss is None else one.loss.change for name, one in changes.items()},
+    )
 
-    router: str
-    before: AuditReport
-    after: AuditReport
 
-    def summary(self) -> dict[str, Any]:
-        """Return before and after: the cost, the flips, output changes by flips and in all, changed predictions."""
-        one, two = self.before.overall, self.after.overall
-        names = [name for name in one["flips"] if name in two["flips"]]
-        return {
-            "router": self.router,
-            "cost": {name: _pair(one[name], two[name]) for name in ("loss", "perplexity", "experts_per_token")},
-            "flips": {name: _pair(one["flips"][name], two["flips"][name]) for name in names},
-            "flip_output": {name: _pair(one["output"][name]["flip"], two["output"][name]["flip"]) for name in names},
-            "output": {name: _pair(one["output"][name]["total"], two["output"][name]["total"]) for name in names},
-            "prediction_flips": {
-                name: _pair(one["prediction_flips"][name], two["prediction_flips"][name]) for name in names
-            },
-            "overall": two,
-        }
+def _mean(values: Iterable[float | None]) -> float | None:
+    """Return the mean of the values that are known; None if there are none."""
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
+
+
+def perplexity_of(loss: float | None) -> float | None:
+    return None if loss is None else math.exp(loss) if loss < 700 else math.inf
 
 
 def what_if(
@@ -328,7 +315,7 @@ def what_if(
     options: dict[str, Any] | None = None,
     **settings: Any,
 ) -> WhatIf:
-    """Audit the model, reroute it, audit it again, and restore it, also after an error.
+    """Return what another router changes: audit the model, reroute it, audit it again, and restore it, also after an error.
 
     before    the first audit, if there is one with the same inputs and settings
     options   of the router
@@ -345,9 +332,19 @@ def what_if(
             after = audit(model, inputs, **settings)
         finally:
             restore(model)
-    if before.data["checksum"] != after.data["checksum"]:
+    if before.data.checksum != after.data.checksum:
         raise ValueError("the two audits used different data: the first was interrupted, or used other inputs.")
-    return WhatIf(router, before, after)
+    one, two = before.overall, after.overall
+    both = [name for name in one.flips if name in two.flips]
+    return WhatIf(
+        router,
+        cost={name: Pair(getattr(one, name), getattr(two, name)) for name in ("loss", "perplexity", "experts_per_token")},
+        flips={name: Pair(one.flips[name], two.flips[name]) for name in both},
+        flip_output={name: Pair(one.output[name].flip, two.output[name].flip) for name in both},
+        output={name: Pair(one.output[name].total, two.output[name].total) for name in both},
+        prediction_flips={name: Pair(one.prediction_flips[name], two.prediction_flips[name]) for name in both},
+        overall=two,
+    )
 
 
 def require_not_rerouted(audited: AuditedModel) -> None:
@@ -365,7 +362,3 @@ def is_rerouted(moe_layers: Sequence[MoELayerRef]) -> bool:
         isinstance(site.gate, ReroutedGate) if site.family is not None else site.block.__dict__.get("former") is not None
         for site in moe_layers
     )
-
-
-def _pair(before: Any, after: Any) -> dict[str, Any]:
-    return {"before": before, "after": after}

@@ -14,22 +14,24 @@ import sys
 import tempfile
 import time
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 import filelock
-from tyro.conf import UseAppendAction
+from tyro.conf import UseAppendAction, arg
 
 if TYPE_CHECKING:
     import rich.table
     from rich.console import Console
     from rich.text import Text
 
+    from holdfast.auditing.reports import Report
     from holdfast.report.tables import Table
     from holdfast.train import Task
+    from holdfast.train.saved_model import AuditData
 
 
 LONGEST_MESSAGE = 2000  # characters
@@ -303,3 +305,66 @@ class PluginFiles:
 
         for path in self.plugin:
             load_plugin(path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredText:
+    """Options of all commands that measure a saved model on a text."""
+
+    source: Annotated[str | None, arg(aliases=["--text"])] = None
+    """Use this text or image set instead of the one the model was trained on: a name or a path."""
+    data: Path | None = None
+    """The folder with named sources; without it they are downloaded."""
+    tokens: int = 4096
+    """How many tokens of the text to read, rounded to whole batches."""
+    length: int = 128
+    """Tokens per sequence."""
+    batch: int = 8
+    """Sequences per batch."""
+    seed: int = 0
+    """Seed of all random numbers."""
+    force: bool = False
+    """Overwrite the files of --out if they exist."""
+    loading: Annotated[Loading, arg(name="")] = field(default_factory=Loading)
+    plugins: Annotated[PluginFiles, arg(name="")] = field(default_factory=PluginFiles)
+
+    def read_model(self, model: str, **where: Any) -> tuple[Any, AuditData]:
+        """Return the saved model, and the data to measure it on; `where` overrides the source of the data."""
+        from holdfast.hub.tracing import require_positions
+        from holdfast.train.saved_model import AuditData, load_model_and_task
+        from holdfast.train.training import quiet
+
+        quiet()
+        where = {"source": self.source, "data": self.data, **where}
+        loaded, task = load_model_and_task(model, **where, loading=self.loading.options())
+        material = AuditData(task, self.tokens)
+        if material.tokenizer is not None:
+            require_positions(loaded, self.length)
+        return loaded, material
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredData(MeasuredText):
+    """Options of all commands that measure a saved model on a text or on images."""
+
+    class_index: Path | None = None
+    """For folders of images that are named by WordNet id, if the model's classes have names: ImageNet's folder of class
+    folders, LOC_synset_mapping.txt or imagenet_class_index.json."""
+
+    def read_model(self, model: str, **where: Any) -> tuple[Any, AuditData]:
+        return super().read_model(model, class_index=self.class_index, **where)
+
+
+def free_files(folder: Path | None, *names: str, force: bool) -> list[Path]:
+    """Return the files to write into the folder of --out, locked for this command; none if there is no folder."""
+    files = [] if folder is None else [folder / name for name in names]
+    for file in files:
+        require_free(file, force)
+    return files
+
+
+def write_report_files(report: Report, files: list[Path], write_page: Callable[..., Path]) -> None:
+    """Write a report and its page to the first two files, if there are any."""
+    if files:
+        print(f"All numbers: {report.save(files[0])}")
+        print(f"Report: {write_page(report, files[1], force=True)}")

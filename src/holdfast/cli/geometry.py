@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from tyro.conf import Positional, arg
+from tyro.conf import Positional
 
-from holdfast.cli.common import Loading, PluginFiles, bar, plain_text, require_free, show, slim_table
+from holdfast.cli.common import MeasuredData, bar, free_files, show, write_report_files
 
 if TYPE_CHECKING:
     from holdfast.auditing import GeometryReport
 
-NAME = "geometry.json"
 NO_ROUTER = "none"  # --what-if: measure the model's own router only
 DEFAULT_ROUTER = "smooth"
-NEAR = 0.01  # of a token's norm: the distance in the table
 SHOWN_JUMPS = 5
 
 
 @dataclass(frozen=True)
-class Geometry:
+class Geometry(MeasuredData):
     """Measure the geometry of a model's routing: how near its tokens are to ties of experts, when noise takes them there,
     how far the output jumps, and what another router changes about it. Draw slices through the space of tokens.
 
@@ -32,19 +30,6 @@ class Geometry:
 
     model: Positional[str]
     """A folder that `holdfast train` or `compare` wrote, or any Hugging Face folder or name."""
-    source: Annotated[str | None, arg(aliases=["--text"])] = None
-    """Use this text or image set instead of the one the model was trained on: a name or a path."""
-    data: Path | None = None
-    """The folder with named sources; without it they are downloaded."""
-    class_index: Path | None = None
-    """For folders of images that are named by WordNet id, if the model's classes have names: ImageNet's folder of class
-    folders, LOC_synset_mapping.txt or imagenet_class_index.json."""
-    tokens: int = 4096
-    """How many tokens of the text to read, rounded to whole batches."""
-    length: int = 128
-    """Tokens per sequence."""
-    batch: int = 8
-    """Sequences per batch."""
     noise: float = 0.05
     """Noise that a random walk has added at time 1, as a share of each token's norm."""
     walks: int = 4
@@ -53,61 +38,41 @@ class Geometry:
     """Tokens of each layer that walk."""
     pictures: int = 8
     """Layers with pictures at most, evenly spaced."""
-    seed: int = 0
-    """Seed of all random numbers."""
     what_if: str | None = None
     """Compare with this router on the same weights, without training; none: no other router. By default smooth, or none if
     the model is rerouted already. The model is not changed."""
     out: Path | None = None
     """Write geometry.json and geometry.html to this folder."""
-    force: bool = False
-    """Overwrite these files if they exist."""
-    loading: Annotated[Loading, arg(name="")] = field(default_factory=Loading)
-    plugins: Annotated[PluginFiles, arg(name="")] = field(default_factory=PluginFiles)
 
     def run(self) -> None:
         from holdfast.report import write_geometry
 
         self.plugins.load()
-        target = None if self.out is None else self.out / NAME
-        page = None if target is None else target.with_suffix(".html")
-        for file in (target, page):
-            require_free(file, self.force)
+        files = free_files(self.out, "geometry.json", "geometry.html", force=self.force)
         report = self._measure()
         print_geometry(report)
-        if target is not None and page is not None:
-            print(f"All numbers: {report.save(target)}")
-            print(f"Report: {write_geometry(target, page, force=True)}")
+        write_report_files(report, files, write_geometry)
         if report.status == "interrupted":
             raise KeyboardInterrupt
 
     def _measure(self) -> GeometryReport:
-        from holdfast.auditing import measure_geometry
-        from holdfast.auditing.geometry_run import GeometrySettings
+        from holdfast.auditing import GeometrySettings, measure_geometry
         from holdfast.auditing.run import is_rerouted
+        from holdfast.checked import from_mapping
         from holdfast.hub.layers import moe_layers
-        from holdfast.hub.tracing import require_positions
         from holdfast.routing.layer_names import resolve_layers
-        from holdfast.train.saved_model import AuditData, load_model_and_task
-        from holdfast.train.training import quiet
 
         other = None if self.what_if == NO_ROUTER else self.what_if or DEFAULT_ROUTER
         names = ("noise", "walks", "walking", "pictures", "seed", "batch", "length", "tokens")
         settings: dict[str, Any] = {name: getattr(self, name) for name in names}
-        GeometrySettings(what_if=other, **settings)  # a mistake must not cost the time to load a model
+        from_mapping(GeometrySettings, settings)  # a mistake must not cost the time to load a model
         if other is not None:
             resolve_layers(other, native=True)
-        quiet()
-        where: dict[str, Any] = {"source": self.source, "data": self.data, "class_index": self.class_index}
-        model, task = load_model_and_task(self.model, **where, loading=self.loading.options())
+        model, material = self.read_model(self.model)
         if self.what_if is None and is_rerouted(moe_layers(model)):
             print(f"{self.model} is rerouted, so it is not compared with {other}.")
             other = None
-        material = AuditData(task, self.tokens)
-        if material.tokenizer is not None:
-            require_positions(model, self.length)
-        total = self.tokens if material.tokenizer is not None else None
-        with bar(total, leave=False) as tell:
+        with bar(self.tokens if material.tokenizer is not None else None, leave=False) as tell:
             report = measure_geometry(
                 model,
                 material,
@@ -117,82 +82,44 @@ class Geometry:
                 progress=lambda done, what: tell(done, f"{self.model}: {what}"),
                 **settings,
             )
-        return replace(report, data={**report.data, "source": material.source})
+        return replace(report, data=replace(report.data, source=material.source))
 
 
 def print_geometry(report: GeometryReport) -> None:
-    """Print the main numbers of each layer, why layers were skipped, the largest jumps and the what-if."""
-    other = None if report.what_if is None else report.what_if["router"]
-    if report.measured:
-        _print_layers(report, other)
-        _print_jumps(report, other)
-    for layer in report.layers:
-        if layer["skipped"] is not None:
-            print(f"layer {layer['layer']} is not measured: {layer['skipped']}")
-    if report.what_if is not None and report.measured:
-        shown = slim_table(f"With {other} instead, untrained", "", "unchanged", f"with {other}")
-        for name, pair in {**report.what_if["cost"], "mean jump": report.what_if["jump"]}.items():
-            shown.add_row(name.replace("_", " "), _number(pair["before"]), _number(pair["after"]))
-        show(shown)
+    """Print the main numbers of each layer, why layers were refused, the largest jumps and the what-if."""
+    from holdfast.report.geometry_page import layers_table, what_if_table
+
+    if report.layers:
+        print(f"{report.model.name}: {report.data.tokens} tokens")
+        show(layers_table(report).without("tokens", "extra experts, law"))
+        _print_jumps(report)
+    for layer in report.refused:
+        print(f"layer {layer.layer} is not measured: {layer.reason}")
+    if report.layers and report.what_if is not None:
+        show(what_if_table(report))
     if report.status == "interrupted":
-        print(f"Interrupted: these are the results of the {report.data['batches']} finished batches.")
+        print(f"Interrupted: these are the results of the {report.data.batches} finished batches.")
 
 
-def _print_layers(report: GeometryReport, other: str | None) -> None:
-    orders = [order["order"] for order in report.measured[0]["ties"]["orders"]]
-    columns = ["layer", "experts", *(f"order {order}" for order in orders), "median", "flipped", "jump"]
-    columns += [] if other is None else [f"jump, {other}", f"extra, {other}"]
-    shown = slim_table(
-        f"{report.model['name']}: {report.data['tokens']} tokens",
-        *columns,
-        caption=f"order m: share of tokens within {NEAR:g} of their norm of a tie of m + 1 experts. median: distance to "
-        "order 1. flipped: share of random walks that reach a tie before they have added noise of "
-        f"{report.settings['noise']:g} of the norm. jump: of the layer's output at the nearest tie, mean share of its norm. "
-        "extra: share of tokens with more than k experts.",
-    )
-    for layer in report.measured:
-        ties, jumps = layer["ties"], layer["jumps"]["routers"]
-        place = min(range(len(ties["widths"])), key=lambda each: abs(ties["widths"][each] / NEAR - 1))
-        hits = layer["hitting"]
-        before = (
-            None
-            if hits is None
-            else hits["simulated"][min(range(len(hits["times"])), key=lambda n: abs(hits["times"][n] - 1))]
-        )
-        row = [
-            str(layer["layer"]),
-            f"{layer['k']} of {layer['experts']}",
-            *(_share(each["shares"][place]) for each in ties["orders"]),
-        ]
-        row += [_number(ties["orders"][0]["median"]), _share(before), _share(jumps[0]["mean"])]
-        if other is not None:
-            extra = layer.get("what_if")
-            row += [
-                _share(jumps[1]["mean"] if len(jumps) > 1 else None),
-                _share(None if extra is None else extra["extra"][0]),
-            ]
-        shown.add_row(*row)
-    show(shown)
+def _print_jumps(report: GeometryReport) -> None:
+    from holdfast.report.page_shell import number, percent
+    from holdfast.report.tables import Table
 
-
-def _print_jumps(report: GeometryReport, other: str | None) -> None:
-    found = [(layer["layer"], jump) for layer in report.measured for jump in layer["jumps"]["largest"]]
-    found = sorted((each for each in found if each[1]["text"] is not None), key=lambda each: -(each[1]["size"] or 0))
-    if not found:
-        return
-    columns = ["token", "in", "layer", "jump", *([] if other is None else [f"with {other}"]), "distance", "from", "to"]
-    shown = slim_table("Largest jumps", *columns)
-    for layer, jump in found[:SHOWN_JUMPS]:
-        # As Python writes strings, and not as markup: a text may contain anything.
-        cells = [repr(jump["text"]), repr(jump["context"]), layer, _share(jump["size"])]
-        cells += [] if other is None else [_share(jump["size_with_what_if"])]
-        shown.add_row(*map(plain_text, [*cells, _number(jump["distance"]), jump["leaves"], jump["enters"]]))
-    show(shown)
-
-
-def _share(value: float | None) -> str:
-    return "" if value is None else f"{value:.2%}"
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g}"
+    jumps = [(layer.layer, jump) for layer in report.layers for jump in layer.jumps.largest if jump.text is not None]
+    jumps.sort(key=lambda each: -(each[1].size or 0))
+    other = {} if report.what_if is None else {f"with {report.what_if.router}": "size_with_what_if"}
+    rows = [  # texts as Python writes strings: they may contain anything
+        {
+            "token": repr(jump.text),
+            "in": repr(jump.context),
+            "layer": layer,
+            "jump": percent(jump.size),
+            **{column: percent(getattr(jump, name)) for column, name in other.items()},
+            "distance": number(jump.distance),
+            "from": jump.leaves,
+            "to": jump.enters,
+        }
+        for layer, jump in jumps[:SHOWN_JUMPS]
+    ]
+    if rows:
+        show(Table.of("Largest jumps", rows))

@@ -29,8 +29,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
-from holdfast.geometry.affine import AffineKeys, affine_keys
-from holdfast.geometry.flats import Projection, at_threshold, keys_at, project
+from holdfast.geometry.flats import AffineKeys, Projection, affine_keys, at_threshold, keys_at, project
 from holdfast.routing.declarations import Order
 
 MOST_SETS = 100_000  # of a token that are visited for one order; beyond, the nearest of them is an upper bound

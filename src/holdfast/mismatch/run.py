@@ -7,62 +7,51 @@ engine elsewhere cannot be asked again.
 """
 
 import hashlib
-import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, final
+from dataclasses import replace
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from holdfast.attacks.threat import check_seed
-from holdfast.auditing.batches import audit_batches
-from holdfast.auditing.model_and_data import AuditedModel, TextEncoder, check_size, evaluation_mode
-from holdfast.errors import unknown_name
+from holdfast.auditing.model_and_data import AuditedModel, TextEncoder, audit_batches, evaluation_mode
+from holdfast.auditing.reports import DataDescription
+from holdfast.checked import from_mapping
 from holdfast.hub.tracing import require_finite, require_known_tokens, require_positions
-from holdfast.mismatch import remedies
-from holdfast.mismatch.estimates import TAIL, Resampling, ratio_numbers, set_numbers
-from holdfast.mismatch.forwards import DTYPES, Forward, Sequences, run_forwards, weights_of_rollout
-from holdfast.mismatch.report import MismatchReport
+from holdfast.mismatch.forwards import (
+    DTYPES,
+    FLOAT32,
+    LIVE,
+    REPLAY,
+    SMOOTH,
+    Forward,
+    Sequences,
+    calibrate_routers,
+    reason_against,
+    require_router,
+    run_forwards,
+    weights_of_rollout,
+    with_float32_routing,
+    with_replay,
+    with_router,
+)
+from holdfast.mismatch.report import (
+    MismatchReport,
+    MismatchSettings,
+    Resampling,
+    RolloutKind,
+    Row,
+    SkippedRow,
+    ratio_numbers,
+    set_numbers,
+)
 from holdfast.mismatch.rollout import Rollout
 from holdfast.replaying import Routes
 from holdfast.routing.layer_names import resolve_layers
-from holdfast.stored import without_nan
 from holdfast.version import versions
 
 Progress = Callable[[int, str], None]  # (tokens done, what is being done)
-RECORDED, SIMULATED = "recorded", "simulated"
-
-
-@final
-@dataclass(frozen=True)
-class MismatchSettings:
-    """Everything that determines a report, apart from the model and its sequences."""
-
-    rollout_dtype: str = "bfloat16"  # of the weights and activations of a simulated rollout
-    rollout_batch: int = 1  # sequences per batch of a simulated rollout
-    rollout_decode: bool = False  # one token at a time, with a KV cache
-    simulate: bool = True  # False: only what can be compared with a recorded rollout
-    router: str = "smooth"  # the remedy `smooth`: this router on both sides
-    clip: tuple[float, float] = (0.8, 1.2)  # ratios outside of it are counted
-    draws: int = 1000  # of sequences, for intervals
-    seed: int = 0  # of these draws, and of new weights of `router`
-    batch: int = 8  # sequences per batch of the training forward
-    length: int = 128  # tokens per sequence, for texts
-    tokens: int | None = None  # stop after this number of tokens, rounded up to whole batches
-
-    def __post_init__(self) -> None:
-        if self.rollout_dtype not in DTYPES:
-            raise ValueError(unknown_name("rollout_dtype", self.rollout_dtype, DTYPES))
-        low, high = self.clip
-        if not 0 <= low < 1 < high < math.inf:
-            raise ValueError(f"clip is {low:g} to {high:g}; expected a range of ratios around 1, such as 0.8 to 1.2.")
-        for name, least in (("rollout_batch", 1), ("batch", 1), ("length", 2), ("draws", 100), ("tokens", 1)):
-            if getattr(self, name) is not None:
-                check_size(name, getattr(self, name), least)
-        check_seed(self.seed)
-        resolve_layers(self.router, None, native=False)
 
 
 def measure_mismatch(
@@ -92,7 +81,7 @@ def measure_mismatch(
 
     Example:
         report = holdfast.measure_mismatch(model, ["The quick brown fox jumps over the dog."], tokenizer=tokenizer)
-        print(report.row("live")["sets"]["routers_differ"], report.row("replay")["logprobs"]["mean"])
+        print(report.row("live").sets.routers_differ, report.row("replay").logprobs.mean)
     """
     checked = mismatch_settings(**settings)
     audited, recorded = AuditedModel(model), None
@@ -105,9 +94,8 @@ def measure_mismatch(
         sequences = sequences_of(audited, rollout_or_texts, tokenizer, checked)
     require_measurable(audited, sequences, recorded)
     if checked.simulate:
-        remedies.require_router(model, checked.router, decode=checked.rollout_decode)
-    run = _Run(audited, checked, sequences, recorded, progress)
-    run.on_rollout = on_rollout
+        require_router(model, checked.router, decode=checked.rollout_decode)
+    run = _Run(audited, checked, sequences, recorded, progress, on_rollout)
     started = time.monotonic()
     with evaluation_mode(model):
         interrupted = run.measure()
@@ -116,11 +104,11 @@ def measure_mismatch(
 
 def mismatch_settings(**given: Any) -> MismatchSettings:
     """Return settings; raise ValueError for a wrong name or value."""
-    known = [entry.name for entry in fields(MismatchSettings)]
-    for name in given:
-        if name not in known:
-            raise ValueError(unknown_name("setting of a mismatch report", name, known))
-    return MismatchSettings(**given)
+    if "clip" in given:
+        given["clip"] = list(given["clip"])
+    settings: MismatchSettings = from_mapping(MismatchSettings, given)
+    resolve_layers(settings.router, None, native=False)
+    return settings
 
 
 def sequences_of(audited: AuditedModel, given: Iterable[Any], tokenizer: Any, settings: MismatchSettings) -> Sequences:
@@ -132,8 +120,7 @@ def sequences_of(audited: AuditedModel, given: Iterable[Any], tokenizer: Any, se
     ):
         if batch.ids is None:
             raise ValueError("mismatch compares log-probabilities of tokens: give texts or batches with input_ids.")
-        mask = batch.inputs.get("attention_mask")
-        real = torch.ones_like(batch.ids) if mask is None else mask
+        real = torch.ones_like(batch.ids) if batch.token_mask is None else batch.token_mask
         rows.extend(ids[keep != 0].cpu().long() for ids, keep in zip(batch.ids, real, strict=True))
     rows = [row for row in rows if len(row) > 1]  # a single token has no log-probability
     if not rows:
@@ -170,13 +157,14 @@ class _Run:
         sequences: Sequences,
         recorded: Rollout | None,
         progress: Progress | None,
+        on_rollout: Callable[[Rollout], None] | None,
     ) -> None:
         self.audited, self.settings, self.sequences, self.recorded = audited, settings, sequences, recorded
-        self.progress, self.done = progress, 0
+        self.progress, self.on_rollout, self.done = progress, on_rollout, 0
         self.resampling = Resampling(len(sequences.lengths), settings.draws, settings.seed)
         self.about = audited.describe(None)
-        self.rows: list[dict[str, Any]] = []
-        self.on_rollout: Callable[[Rollout], None] | None = None
+        self.rows: list[Row] = []
+        self.skipped: list[SkippedRow] = []
         self.live_ratio: dict[str, Tensor] = {}  # log ratio (B,N) of the live router, by kind of rollout
 
     def measure(self) -> bool:
@@ -184,7 +172,7 @@ class _Run:
         try:
             live = self._train("training, live")
             if self.recorded is not None:
-                self._recorded_rows(self.recorded, live)
+                self._live_and_replay("recorded", self.recorded.routes, self.recorded.logprobs, live)
             if self.settings.simulate:
                 self._simulated_rows(live)
         except KeyboardInterrupt:
@@ -193,69 +181,52 @@ class _Run:
             return True
         return False
 
-    def _recorded_rows(self, recorded: Rollout, live: Forward) -> None:
-        self._add(remedies.LIVE, RECORDED, recorded.routes, recorded.logprobs, live)
-        self._replay(RECORDED, recorded.routes, recorded.logprobs)
+    def _live_and_replay(self, kind: RolloutKind, routes: Routes, logprobs: Tensor | None, live: Forward) -> None:
+        self._add(LIVE, kind, routes, logprobs, live)
+        if self._possible(REPLAY, kind):
+            with with_replay(self.audited.model):
+                trained = self._train(f"training, replay of the {kind} rollout", routes)
+                self._add(REPLAY, kind, routes, logprobs, trained)
 
     def _simulated_rows(self, live: Forward) -> None:
         rollout = self._roll_out("simulated rollout, live")
         if self.on_rollout is not None:
             ids, lengths = self.sequences.input_ids, self.sequences.lengths
             self.on_rollout(Rollout(ids, lengths, rollout.routes, rollout.logprobs, self._engine()))
-        self._add(remedies.LIVE, SIMULATED, rollout.routes, rollout.logprobs, live)
-        self._replay(SIMULATED, rollout.routes, rollout.logprobs)
+        self._live_and_replay("simulated", rollout.routes, rollout.logprobs, live)
         model, router = self.audited.model, self.settings.router
-        if self._possible(remedies.SMOOTH):
-            with remedies.with_router(model, router, self.settings.seed):
-                self._calibrate(router)
+        if self._possible(SMOOTH, "simulated"):
+            with with_router(model, router, self.settings.seed):
+                calibrate_routers(self.audited, lambda: self._forwards(f"calibration of {router}"))
                 rollout = self._roll_out(f"simulated rollout, {router}")
-                self._add(
-                    remedies.SMOOTH, SIMULATED, rollout.routes, rollout.logprobs, self._train(f"training, {router}"), router
-                )
-        if self._possible(remedies.FLOAT32):
-            with remedies.with_float32_routing(model):
+                trained = self._train(f"training, {router}")
+                self._add(SMOOTH, "simulated", rollout.routes, rollout.logprobs, trained, router)
+        if self._possible(FLOAT32, "simulated"):
+            with with_float32_routing(model):
                 rollout = self._roll_out("simulated rollout, float32 routing", float32_routers=True)
                 trained = self._train("training, float32 routing")
-                self._add(remedies.FLOAT32, SIMULATED, rollout.routes, rollout.logprobs, trained)
+                self._add(FLOAT32, "simulated", rollout.routes, rollout.logprobs, trained)
 
-    def _possible(self, remedy: str, kind: str = SIMULATED) -> bool:
-        reason = remedies.reason_against(remedy, self.audited.model)
+    def _possible(self, remedy: str, kind: RolloutKind) -> bool:
+        reason = reason_against(remedy, self.audited.model)
         if reason is not None:
-            self.rows.append({**self._heading(remedy, kind), "skipped": reason})
+            self.skipped.append(SkippedRow(remedy, kind, reason))
         return reason is None
 
-    def _replay(self, kind: str, routes: Routes, logprobs: Tensor | None) -> None:
-        if self._possible(remedies.REPLAY, kind):
-            with remedies.with_replay(self.audited.model):
-                trained = self._train(f"training, replay of the {kind} rollout", routes)
-                self._add(remedies.REPLAY, kind, routes, logprobs, trained)
-
-    def _calibrate(self, router: str) -> None:
-        what = f"calibration of {router}"
-        remedies.calibrate_routers(
-            self.audited,
-            lambda: run_forwards(
-                self.audited, self.sequences, batch=self.settings.batch, tell=lambda n: self._tell(n, what)
-            ),
-        )
+    def _forwards(self, what: str, **conditions: Any) -> Forward:
+        """Run the model over all sequences, in batches of the training forward unless `conditions` say otherwise."""
+        options = {"batch": self.settings.batch, **conditions}
+        return run_forwards(self.audited, self.sequences, tell=lambda tokens: self._tell(tokens, what), **options)
 
     def _train(self, what: str, routes: Routes | None = None) -> Forward:
         self._tell(0, what)
-        return run_forwards(
-            self.audited, self.sequences, batch=self.settings.batch, routes=routes, tell=lambda n: self._tell(n, what)
-        )
+        return self._forwards(what, routes=routes)
 
     def _roll_out(self, what: str, *, float32_routers: bool = False) -> Forward:
         self._tell(0, what)
-        dtype, chosen = DTYPES[self.settings.rollout_dtype], self.settings
-        with weights_of_rollout(self.audited, dtype, float32_routers=float32_routers):
-            return run_forwards(
-                self.audited,
-                self.sequences,
-                batch=chosen.rollout_batch,
-                decode=chosen.rollout_decode,
-                tell=lambda n: self._tell(n, what),
-            )
+        chosen = self.settings
+        with weights_of_rollout(self.audited, DTYPES[chosen.rollout_dtype], float32_routers=float32_routers):
+            return self._forwards(what, batch=chosen.rollout_batch, decode=chosen.rollout_decode)
 
     def _engine(self) -> str:
         chosen = self.settings
@@ -267,14 +238,10 @@ class _Run:
         if self.progress is not None:
             self.progress(self.done, what)
 
-    def _heading(self, remedy: str, kind: str, router: str | None = None) -> dict[str, Any]:
-        own = ", ".join(dict.fromkeys(self.about["routers"]))
-        return {"remedy": remedy, "rollout": kind, "router": own if router is None else router, "skipped": None}
-
     def _add(
         self,
         remedy: str,
-        kind: str,
+        kind: RolloutKind,
         routes: Routes,
         logprobs: Tensor | None,
         trained: Forward,
@@ -284,22 +251,17 @@ class _Run:
         compared = routes.recorded.cpu() & trained.routes.recorded
         sets = set_numbers(routes.to("cpu").differs(trained.routes), compared, self.resampling)
         scored = trained.logprobs.where(self._scored(), torch.nan)
-        ratio = None if logprobs is None else scored.double() - logprobs.cpu().double()
-        found = None
-        if ratio is not None and not bool(ratio.isnan().all()):
-            live = self.live_ratio.get(kind)
-            found = ratio_numbers(ratio, self.settings.clip, self.resampling, live)
-            if remedy == remedies.LIVE:
-                self.live_ratio[kind] = ratio
-        self.rows.append(
-            {
-                **self._heading(remedy, kind, router),
-                "sets": sets,
-                "logprobs": found,
-                "loss": float(-scored[~scored.isnan()].double().mean()) if not bool(scored.isnan().all()) else None,
-                "experts_per_token": _experts_per_token(trained.routes),
-            }
-        )
+        known = scored[~scored.isnan()].double()
+        numbers = None
+        if logprobs is not None:
+            ratio = scored.double() - logprobs.cpu().double()
+            if not bool(ratio.isnan().all()):
+                numbers = ratio_numbers(ratio, self.settings.clip, self.resampling, self.live_ratio.get(kind))
+                if remedy == LIVE:
+                    self.live_ratio[kind] = ratio
+        loss = float(-known.mean()) if len(known) else None
+        name = router or ", ".join(dict.fromkeys(self.about.routers))
+        self.rows.append(Row(remedy, kind, name, sets, numbers, loss, _experts_per_token(trained.routes)))
 
     def _scored(self) -> Tensor:
         """Return (B,N) bool: the tokens whose log-probabilities are compared, those of a record where it has some."""
@@ -310,24 +272,25 @@ class _Run:
     def report(self, name: str | None, interrupted: bool, seconds: float) -> MismatchReport:
         digest = hashlib.sha256(self.sequences.input_ids.contiguous().numpy().tobytes())
         digest.update(self.sequences.lengths.contiguous().numpy().tobytes())
-        data: dict[str, Any] = {
-            "kind": "rollout" if self.recorded is not None else "texts",
-            "checksum": digest.hexdigest(),
-            "sequences": len(self.sequences.lengths),
-            "tokens": self.sequences.tokens,
-        }
-        if self.recorded is not None:
-            data |= {"engine": self.recorded.engine, "logprobs": bool(self.recorded.scored.any())}
-        status: Literal["complete", "interrupted"] = "interrupted" if interrupted else "complete"
+        recorded = self.recorded
+        data = DataDescription(
+            kind="texts" if recorded is None else "rollout",
+            checksum=digest.hexdigest(),
+            sequences=len(self.sequences.lengths),
+            tokens=self.sequences.tokens,
+            engine=None if recorded is None else recorded.engine,
+            logprobs=None if recorded is None else bool(recorded.scored.any()),
+        )
         return MismatchReport(
-            status=status,
-            model={**self.about, "name": name or self.about["name"]},
+            status="interrupted" if interrupted else "complete",
+            model=replace(self.about, name=name or self.about.name),
             data=data,
-            settings={**asdict(self.settings), "clip": list(self.settings.clip), "tail": TAIL},
+            settings=self.settings,
             versions=versions(),
             seconds=round(seconds, 3),
-            rows=without_nan(self.rows),
-        )
+            rows=self.rows,
+            skipped=self.skipped,
+        ).as_stored()
 
 
 def _experts_per_token(routes: Routes) -> float:

@@ -1,4 +1,4 @@
-"""The HTML page of an audit, rendered from the stored JSON alone: its verdict, tables, tokens at risk and plots.
+"""The HTML page of an audit, and its tables for page and terminal: verdict, tables, tokens at risk and plots.
 
 Plots are data for plotly, as in `holdfast.report.plots`.
 """
@@ -6,20 +6,24 @@ Plots are data for plotly, as in `holdfast.report.plots`.
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from holdfast.report.boundary_plots import boundary_slice, near_ties
+from holdfast.auditing import AuditReport, WhatIf, diagnose
+from holdfast.auditing.reports import AtRisk, Pair
 from holdfast.report.page_shell import (
     decimal,
-    flattened,
+    how_it_was_run,
     listed,
+    number,
+    percent,
     render_template,
     short_share,
+    visible_lines,
     with_text_colour,
     write_report_page,
 )
@@ -36,38 +40,33 @@ from holdfast.report.plot_data import (
     trace,
     wrapped_label,
 )
-from holdfast.report.stored_audit import (
-    AtRisk,
-    Audit,
-    Radii,
-    Skipped,
-    WhatIf,
-    findings,
-)
-from holdfast.report.stored_reports import Pair
+from holdfast.report.slice_plots import LEGEND, cells_caption, slice_plot
+from holdfast.report.tables import Table
 
 DECADES = (-5, 0)  # powers of ten of the shares that flip; the lowest stands for 0
 LEAST = -4.5  # the smallest shares above 0 are drawn at this power of ten
 MOST_GAPS = 32  # rows of more cells have no gaps, which would fill a phone's screen
 LOW = 1e-3  # a perturbation of this relative size is too small to notice
+NEAR = 0.01  # of a token's norm
+EXPERTS = {1: "two experts tie (order 1)", 2: "three experts tie (order 2)"}
 
 
-def audit_plots(audit: Audit) -> list[Plot]:
+def audit_plots(report: AuditReport) -> list[Plot]:
     """Return the plots that have data."""
-    return [
-        plot for plot in (make(audit) for make in (flips, radii, undecided, load, near_ties, boundary_slice)) if plot.data
-    ]
+    drawn = (draw(report) for draw in (flips, radii, undecided, load, near_ties, boundary_slice))
+    return [plot for plot in drawn if plot.data]
 
 
-def flips(audit: Audit) -> Plot:
+def flips(report: AuditReport) -> Plot:
     """Draw the share of flips by perturbation and layer as a heat map."""
-    layers = [layer.layer for layer in audit.layers]
+    layers = [layer.layer for layer in report.layers]
     names, shares, texts = [], [], []
-    for name, (one, _) in audit.ran.items():
-        found = {layer.layer: layer.flips for layer in one.layers}
+    for name, perturbed in report.perturbations.items():
+        known = {entry.layer: entry.flips for entry in perturbed.layers}
+        said = {layer: f"{100 * share:.3g}%" for layer, share in known.items()}
         names.append(wrapped_label(name))
-        shares.append([_logarithm(found.get(layer)) for layer in layers])
-        texts.append([f"{escaped(name)}, layer {layer}: {_percent(found.get(layer))}" for layer in layers])
+        shares.append([_logarithm(known.get(layer)) for layer in layers])
+        texts.append([f"{escaped(name)}, layer {layer}: {said.get(layer, 'nothing to compare')}" for layer in layers])
     ticks = list(range(DECADES[0], DECADES[1] + 1))
     bar = {
         "tickvals": ticks,
@@ -83,9 +82,9 @@ def flips(audit: Audit) -> Plot:
     return Plot("flips", "Flips by layer", caption, data, layout)
 
 
-def radii(audit: Audit) -> Plot:
+def radii(report: AuditReport) -> Plot:
     """Draw a histogram of the logarithms of the radii. Radii below and above all edges have bins of their own."""
-    known = {str(layer.layer): layer.radius for layer in audit.layers if isinstance(layer.radius, Radii)}
+    known = {str(layer.layer): layer.radius for layer in report.layers if layer.radius is not None}
     data: list[Trace] = []
     if known:
         edges = [math.log10(edge) for edge in next(iter(known.values())).edges]
@@ -113,33 +112,69 @@ def radii(audit: Audit) -> Plot:
     return Plot("radii", "Certified radii", caption, data, layout)
 
 
-def undecided(audit: Audit) -> Plot:
+def undecided(report: AuditReport) -> Plot:
     """Draw the share of undecided tokens by layer, a curve for each dtype."""
-    found: dict[str, list[tuple[int, float]]] = {}
-    for layer in audit.layers:
-        if not isinstance(layer.undecided, Skipped):
-            for name, one in layer.undecided.items():
-                found.setdefault(name, []).append((layer.layer, 100 * one.share))
-    data = []
-    for place, (name, shares) in enumerate(found.items()):
-        hover = f"{escaped(name)}, layer %{{x}}: %{{y:.3g}}% of the tokens<extra></extra>"
-        x, y = [layer for layer, _ in shares], [share for _, share in shares]
-        data.append(curve_of(place, None, x, y, hover, name=escaped(name)))
-    layout = {
-        "xaxis": layer_axis(1 + max(layer.layer for layer in audit.layers)),
-        "yaxis": {"title": {"text": "% of the tokens"}, "rangemode": "tozero"},
-        "legend": {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"},
-    }
+    shares: dict[str, list[tuple[int, float]]] = {}
+    for layer in report.layers:
+        for name, tokens in layer.undecided.items():
+            shares.setdefault(name, []).append((layer.layer, tokens.share))
     caption = "The share of tokens that may flip if the router's input and weights are rounded to a dtype."
-    return Plot("undecided", "Undecided tokens", caption, data, layout)
+    return _shares_by_layer("undecided", "Undecided tokens", caption, shares, report)
 
 
-def load(audit: Audit) -> Plot:
+def near_ties(report: AuditReport) -> Plot:
+    """Draw the share of tokens near ties of each order, by layer."""
+    shares: dict[str, list[tuple[int, float]]] = {}
+    tokens = 0
+    for layer in report.layers:
+        near = layer.boundaries
+        place = min(range(len(near.widths)), key=lambda each: abs(near.widths[each] - NEAR), default=0)
+        tokens = max(tokens, near.tokens)
+        for order in near.orders:
+            name = EXPERTS.get(order.order, f"order {order.order}")
+            shares.setdefault(name, []).append((layer.layer, order.shares[place]))
+    caption = (
+        f"The share of tokens within {NEAR:g} of their norm of a place where experts tie at the threshold, so that one may "
+        f"replace the other there ({tokens} tokens of the first batch). `holdfast geometry` measures more of this."
+    )
+    return _shares_by_layer("near-ties", "Tokens near ties", caption, shares, report)
+
+
+def _shares_by_layer(
+    name: str, title: str, caption: str, shares: dict[str, list[tuple[int, float]]], report: AuditReport
+) -> Plot:
+    """Draw curves of shares, each of (layer, share)."""
+    data = []
+    for place, (label, curve) in enumerate(shares.items()):
+        hover = f"{escaped(label)}, layer %{{x}}: %{{y:.3g}}% of the tokens<extra></extra>"
+        x, y = [layer for layer, _ in curve], [100 * share for _, share in curve]
+        data.append(curve_of(place, None, x, y, hover, name=escaped(label)))
+    layout = {
+        "xaxis": layer_axis(1 + max(layer.layer for layer in report.layers)),
+        "yaxis": {"title": {"text": "% of the tokens"}, "rangemode": "tozero"},
+        "legend": LEGEND,
+    }
+    return Plot(name, title, caption, data, layout)
+
+
+def boundary_slice(report: AuditReport) -> Plot:
+    """Draw the slice of the layer that has one."""
+    drawn = [(layer.layer, layer.boundaries.slice) for layer in report.layers if layer.boundaries.slice is not None][:1]
+    title = f"A slice through layer {drawn[0][0]}" if drawn else "A slice"
+    caption = (
+        "A plane through the router's input of one token and its nearest points on two boundaries, in the layer with the "
+        "most tokens near ties."
+    )
+    slices = [(None, each) for _, each in drawn]
+    return slice_plot("slice", slices, 0, title, f"{caption} {cells_caption(slices)}")
+
+
+def load(report: AuditReport) -> Plot:
     """Draw the load of each expert of each layer as a heat map."""
-    layers = [str(layer.layer) for layer in audit.layers]
-    most = max(len(layer.load.percent) for layer in audit.layers)
+    layers = [str(layer.layer) for layer in report.layers]
+    most = max(len(layer.load.percent) for layer in report.layers)
     rows, texts = [], []
-    for layer in audit.layers:
+    for layer in report.layers:
         even = statistics.fmean(layer.load.percent)
         row = [percent / even if even else 0.0 for percent in layer.load.percent]
         said = [f"layer {layer.layer}, expert {place}: {value:.2f} times the even load" for place, value in enumerate(row)]
@@ -205,21 +240,9 @@ def _logarithm(share: float | None) -> float | None:
     return max(LEAST, math.log10(share)) if share > 0 else float(DECADES[0])
 
 
-def _percent(share: float | None) -> str:
-    return "nothing to compare" if share is None else f"{100 * share:.3g}%"
-
-
 SHOWN = 10  # findings; more are folded away
 RISKS = {1e-5: "#7f0000", 1e-4: "#c8321e", 1e-3: "#f07f4f", 1e-2: "#fdbb84"}  # below these relative radii
 SAFE = "#fee8c8"
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table: the name of each row, and its cells by column."""
-
-    names: list[str]
-    rows: list[dict[str, str]]
 
 
 @dataclass(frozen=True)
@@ -235,124 +258,143 @@ class Token:
     context: str | None = None
 
 
-def write_audit(stored: Mapping[str, Any] | str | Path, path: str | Path, *, force: bool = False) -> Path:
-    """Write the page of a stored audit, given as data, as its file or as its folder. Overwrite a file only with `force`."""
-    return write_report_page(Audit, stored, path, render_audit, force=force)
+def write_audit(report: AuditReport | str | Path, path: str | Path, *, force: bool = False) -> Path:
+    """Write the page of an audit, given as a report, as its file or as its folder. Overwrite a file only with `force`."""
+    return write_report_page(AuditReport, report, path, render_audit, force=force)
 
 
-def render_audit(stored: Mapping[str, Any]) -> str:
-    """Return the page as HTML. Raise ValueError with a one-line error if the stored audit is not valid."""
-    audit = Audit.parse(stored)
-    found = findings(stored)
-    drawn = audit_plots(audit)
+def render_audit(report: AuditReport) -> str:
+    """Return the page as HTML."""
+    findings, drawn = diagnose(report), audit_plots(report)
     return render_template(
         "audit.html",
         {"plots": {plot.name: asdict(plot) for plot in drawn}},
-        title=audit.title,
-        verdict=verdict(audit, [finding.severity for finding in found]),
-        findings=found,
+        title=report.model.name,
+        verdict=verdict(report, [finding.severity for finding in findings]),
+        findings=findings,
         shown=SHOWN,
-        table=layers_table(audit),
-        perturbed=perturbations_table(audit),
-        skipped=skipped_table(audit),
-        what_if=None if audit.what_if is None else what_if_tables(audit.what_if),
+        table=layers_table(report),
+        perturbed=perturbations_table(report),
+        skipped=skipped_table(report),
+        what_if=None if report.what_if is None else what_if_tables(report.what_if),
         plots=drawn,
-        layers=[ALL_LAYERS, *(str(layer.layer) for layer in audit.layers)],
-        tokens=[token(entry) for entry in audit.at_risk],
-        view=view(audit),
+        layers=[ALL_LAYERS, *(str(layer.layer) for layer in report.layers)],
+        tokens=[token(entry) for entry in report.at_risk],
+        view=view(report),
         risks=risks(),
-        how=how(audit),
+        how=how_it_was_run(report),
     )
 
 
-def verdict(audit: Audit, severities: Sequence[str]) -> str:
+def verdict(report: AuditReport, severities: Sequence[str]) -> str:
     """Return the number of findings by severity as a sentence."""
     counts = Counter(severities)
-    said = listed([f"{count} {name}" for name, count in counts.items()]) if counts else ""
-    few = "finding" if len(severities) == 1 else "findings"
-    found = f"{len(severities)} {few}, the most harmful first: {said}." if said else "No findings."
-    return (
-        found if audit.status == "complete" else f"The audit was interrupted; this page covers the finished batches. {found}"
-    )
+    said = "No findings."
+    if counts:
+        few = "finding" if len(severities) == 1 else "findings"
+        parts = listed([f"{count} {name}" for name, count in counts.items()])
+        said = f"{len(severities)} {few}, the most harmful first: {parts}."
+    if report.status == "complete":
+        return said
+    return f"The audit was interrupted; this page covers the finished batches. {said}"
 
 
-def layers_table(audit: Audit) -> Table:
+def layers_table(report: AuditReport) -> Table:
     """Return routing metrics by layer. Layers without a certificate have dashes, and the reason in the last column."""
-    widths = list(dict.fromkeys(strip.width for layer in audit.layers for strip in layer.near_ties.strips))
-    undecided = [{} if isinstance(layer.undecided, Skipped) else layer.undecided for layer in audit.layers]
-    dtypes = list(dict.fromkeys(name for one in undecided for name in one))
-    reasons = [layer.radius.skipped if isinstance(layer.radius, Skipped) else "" for layer in audit.layers]
-    limited = any(layer.dropped for layer in audit.layers)
+    dtypes = list(dict.fromkeys(name for layer in report.layers for name in layer.undecided))
+    limited = any(layer.dropped for layer in report.layers)
+    refused = any(layer.no_certificate for layer in report.layers)
     rows = []
-    for layer, dtype, reason in zip(audit.layers, undecided, reasons, strict=True):
-        ties = {strip.width: strip.share for strip in layer.near_ties.strips}
+    for layer in report.layers:
+        radius, rounded = layer.radius, {name: layer.undecided.get(name) for name in dtypes}
+        median = number(radius.median if radius else None)
+        if radius and radius.median is None:
+            median = f"above {radius.edges[-1]:g}"
         rows.append(
             {
-                "experts": str(layer.experts),
+                "layer": layer.layer,
+                "experts": layer.experts,
                 "entropy, nats": decimal(layer.entropy, 3),
-                "entropy, share of maximum": share(layer.entropy_share),
+                "entropy, share of maximum": percent(layer.entropy_share),
                 "load unevenness (CV)": decimal(layer.load.cv, 3),
-                "dead experts": str(len(layer.load.dead)),
-                **({"dropped": share(layer.dropped.share if layer.dropped else None)} if limited else {}),
-                **{f"near-ties ({width:g})": share(ties.get(width)) for width in widths},
-                **{f"undecided in {name}": share(dtype[name].share if name in dtype else None) for name in dtypes},
-                "median relative radius": _median(layer.radius),
-                **({"why no certificate": reason} if any(reasons) else {}),
+                "dead experts": len(layer.load.dead),
+                **({"dropped": percent(layer.dropped["share"] if layer.dropped else None)} if limited else {}),
+                **{f"near-ties ({strip.width:g})": percent(strip.share) for strip in layer.near_ties.strips},
+                **{f"undecided in {name}": percent(tokens.share if tokens else None) for name, tokens in rounded.items()},
+                "median relative radius": median,
+                "radius below 0.001": percent(radius.low if radius else None),
+                **({"why no certificate": layer.no_certificate or ""} if refused else {}),
             }
         )
-    return Table([str(layer.layer) for layer in audit.layers], rows)
+    note = (
+        "Near-ties (w): tokens whose last selected expert and the next differ by less than w. Undecided: rounding the "
+        "router's input and weights to the dtype may flip the token. Radii: medians of certified radii, in shares of the "
+        "router input's norm, and the share of tokens with a radius below 0.001."
+        + (" Dropped: the share of the experts that tokens lose to a limit." if limited else "")
+    )
+    return Table.of("The unperturbed layers", rows, note)
 
 
-def perturbations_table(audit: Audit) -> Table:
+def perturbations_table(report: AuditReport) -> Table:
     """Return what each perturbation changes."""
     rows = [
         {
-            "what it does": one.about,
-            "flips": share(found.flips),
-            "first expert": share(found.first_flips),
-            "output": share(found.output.total),
-            "output, by flips": share(found.output.flip),
-            "output, other": share(found.output.rest),
-            "predictions": share(found.prediction_flips),
-            "loss": signed(None if found.loss is None else found.loss.change),
+            "perturbation": name,
+            "what it does": perturbed.about,
+            "flips": percent(perturbed.overall.flips),
+            "first expert": percent(perturbed.overall.first_flips),
+            "weights": number(perturbed.overall.weight_change),
+            "output": percent(perturbed.overall.output.total),
+            "output, by flips": percent(perturbed.overall.output.flip),
+            "output, other": percent(perturbed.overall.output.rest),
+            "predictions": percent(perturbed.overall.prediction_flips),
+            "loss": _signed(perturbed.overall.loss.change if perturbed.overall.loss else None),
         }
-        for one, found in audit.ran.values()
+        for name, perturbed in report.perturbations.items()
     ]
-    return Table(list(audit.ran), rows)
+    note = (
+        "Flips, first expert, predictions: the share of tokens whose selected set, first expert or prediction changes. "
+        "Weights: L1 change of gate weights. Output: the change of layers' outputs relative to their norm, in total, the "
+        "part caused by flips, and the other part (norms of parts do not add up to the norm of their sum). Means over "
+        "layers; the loss is in nats per token."
+    )
+    return Table.of("Perturbations", rows, note)
 
 
-def skipped_table(audit: Audit) -> Table:
+def skipped_table(report: AuditReport) -> Table:
     """Return the perturbations that were skipped, with the reason."""
-    skipped = {name: one for name, one in audit.perturbations.items() if one.skipped is not None}
-    rows = [{"what it does": one.about, "why": one.skipped or ""} for one in skipped.values()]
-    return Table(list(skipped), rows)
+    skipped = report.skipped.items()
+    rows = [{"perturbation": name, "what it does": one.about, "why": one.reason} for name, one in skipped]
+    return Table.of("Skipped perturbations", rows)
 
 
-def what_if_tables(found: WhatIf) -> dict[str, Any]:
-    """Return the cost and the changes before and after the router was replaced."""
-    cost = {name: pair for name, pair in found.cost.items() if pair.before is not None or pair.after is not None}
+def what_if_tables(what_if: WhatIf) -> tuple[Table, Table]:
+    """Return the changes and the cost, before and after the router was replaced."""
     columns = {
-        "tokens that flip": found.flips,
-        "output change by flips": found.flip_output,
-        "total output change": found.output,
-        "predictions that change": found.prediction_flips,
+        "tokens that flip": what_if.flips,
+        "output change by flips": what_if.flip_output,
+        "total output change": what_if.output,
+        "predictions that change": what_if.prediction_flips,
     }
-    missing = Pair(before=None, after=None)
-    rows = [
-        {column: before_and_after(pairs.get(name, missing), short_share) for column, pairs in columns.items()}
-        for name in found.flips
+    changes = [
+        {"perturbation": name, **{column: _before_and_after(pairs[name], short_share) for column, pairs in columns.items()}}
+        for name in what_if.flips
     ]
-    return {
-        "router": found.router,
-        "cost": Table(
-            [name.replace("_", " ") for name in cost],
-            [{"before → after": before_and_after(pair, partial(number, digits=4))} for pair in cost.values()],
-        ),
-        "changes": Table(list(found.flips), rows),
-    }
+    cost = [
+        {"cost": name.replace("_", " "), "before → after": _before_and_after(pair, partial(number, digits=4))}
+        for name, pair in what_if.cost.items()
+        if pair.before is not None or pair.after is not None  # without labels there is no loss
+    ]
+    title = f"What if: the router {what_if.router}, without training"
+    note = (
+        "The same audit on the same data, before → after the router was replaced. Output changes are relative to the norm "
+        "of layers' outputs, means over layers. The part caused by flips can fall while the total, or the share of "
+        "predictions that change, rises: compare all columns."
+    )
+    return Table.of(title, changes, note), Table.of("", cost)
 
 
-def before_and_after(pair: Pair, written: Callable[[float | None], str]) -> str:
+def _before_and_after(pair: Pair, written: Callable[[float | None], str]) -> str:
     return f"{written(pair.before)} → {written(pair.after)}"
 
 
@@ -364,31 +406,29 @@ def risks() -> list[dict[str, str]]:
 
 def token(entry: AtRisk) -> Token:
     """Return a token at risk with the text around it."""
-    level = _level(entry.relative)
     if entry.position is None:
         where = f"row {entry.place} of batch {entry.batch}"
     else:
         where = f"position {entry.position} of sequence {entry.sequence}, batch {entry.batch}"
     where = f"layer {entry.layer}, expert {entry.leaves} would be replaced by {entry.enters}; {where}"
-    radius = number(entry.relative, 2)
+    make = partial(Token, level=_level(entry.relative), radius=number(entry.relative, 2), where=where)
     if entry.text is None:
-        return Token(f"row {entry.place}" if entry.token is None else f"token {entry.token}", level, radius, where)
-    text, context, before, after = entry.text, entry.context or "", entry.before, entry.after
-    if before is not None and after is not None and before + text + after == context:
-        return Token(_lines(text), level, radius, where, _lines(before), _lines(after))
-    if text and _times(text, context) == 1:  # decoded alone, a token may lose its leading space
-        before, _, after = context.partition(text)
-        return Token(_lines(text), level, radius, where, _lines(before), _lines(after))
-    return Token(_lines(text), level, radius, where, context=_lines(context) if context else None)
+        return make(f"row {entry.place}" if entry.token is None else f"token {entry.token}")
+    text, context, before, after = entry.text, entry.context or "", entry.before or "", entry.after or ""
+    if before + text + after != context:
+        if not text or sum(context.startswith(text, place) for place in range(len(context))) != 1:
+            return make(visible_lines(text), context=visible_lines(context) if context else None)
+        before, _, after = context.partition(text)  # decoded alone, a token may lose its leading space
+    return make(visible_lines(text), before=visible_lines(before), after=visible_lines(after))
 
 
-def view(audit: Audit) -> dict[str, list[dict[str, Any]]]:
+def view(report: AuditReport) -> dict[str, list[dict[str, Any]]]:
     """Return the tokens of a text with their levels of risk, by layer; for all layers, by each token's smallest radius."""
-    if audit.view is None or not audit.view.layers:
+    if report.view is None or not report.view.layers:
         return {}
-    least = [_least(radii) for radii in zip(*audit.view.layers.values(), strict=True)]
-    shown = {ALL_LAYERS: least, **audit.view.layers}
-    pieces = [_lines(piece) for piece in audit.view.pieces]
+    least = [_least(radii) for radii in zip(*report.view.layers.values(), strict=True)]
+    shown = {ALL_LAYERS: least, **report.view.layers}
+    pieces = [visible_lines(piece) for piece in report.view.pieces]
     return {
         layer: [
             {"text": piece, "level": _level(radius), "radius": "infinite" if radius is None else number(radius, 2)}
@@ -406,41 +446,5 @@ def _level(relative: float | None) -> int:
     return sum(relative is None or relative >= bound for bound in RISKS)
 
 
-def how(audit: Audit) -> dict[str, dict[str, str]]:
-    """Return how the audit was run: model, data, settings, versions."""
-    groups: dict[str, Mapping[str, Any]] = {
-        "Model": audit.model,
-        "Data": audit.data,
-        "Settings": audit.settings,
-        "Versions": audit.versions,
-        "Run": {"status": audit.status, "seconds": decimal(audit.seconds, 1)},
-    }
-    return {title: dict(flattened(group)) for title, group in groups.items() if group}
-
-
-def share(value: float | None) -> str:
-    return decimal(value) if value is None else f"{100 * value:.2f}%"
-
-
-def number(value: float | None, digits: int = 3) -> str:
-    return decimal(value) if value is None else f"{value:.{digits}g}"
-
-
-def signed(value: float | None) -> str:
+def _signed(value: float | None) -> str:
     return decimal(value) if value is None else f"{value:+.4f}"
-
-
-def _median(found: Radii | Skipped) -> str:
-    if isinstance(found, Skipped):
-        return number(None)
-    return f"above {found.edges[-1]:g}" if found.median is None else number(found.median)
-
-
-def _times(text: str, within: str) -> int:
-    """Return how often `text` occurs, overlaps counted."""
-    return sum(within.startswith(text, place) for place in range(len(within)))
-
-
-def _lines(text: str) -> str:
-    """Mark ends of lines, since a token may consist of nothing else."""
-    return "↵".join(text.replace("\r\n", "\n").replace("\r", "\n").split("\n"))

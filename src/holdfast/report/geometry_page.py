@@ -1,24 +1,34 @@
-"""The HTML page of a geometry report, rendered from the stored JSON alone: slices, ties, hitting times and jumps.
+"""The HTML page of a geometry report, and its tables for page and terminal: slices, ties, hitting times and jumps.
 
 Plots are data for plotly, as in `holdfast.report.plots`. All of them show one layer at a time.
 """
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from holdfast.report.audit_page import Table, number, share
-from holdfast.report.page_shell import decimal, flattened, render_template, write_report_page
-from holdfast.report.plot_data import Plot, Trace, curve_of, escaped, trace
-from holdfast.report.slice_plots import cells_caption, slice_plot, slices_of, token_name
-from holdfast.report.stored_geometry import Geometry, Jump, Measured
-from holdfast.report.theory_table import theory_table, tsne
+from holdfast.auditing import GeometryReport
+from holdfast.auditing.reports import Clusters, Entropies, GraphPrecision, Jump, MeasuredLayer, Pair, Slopes, Theory
+from holdfast.report.page_shell import (
+    how_it_was_run,
+    number,
+    percent,
+    render_template,
+    visible_lines,
+    write_report_page,
+)
+from holdfast.report.plot_data import SYMBOLS, Plot, Trace, curve_of, escaped, trace
+from holdfast.report.slice_plots import LEGEND, cells_caption, slice_plot, slices_of, token_name
+from holdfast.report.tables import Table
 
 OWN = "the model's own router"
 NEAR = 0.01  # of a token's norm: the distance that sentences are about
 LEAST = 1e-6  # shares below it are not drawn on a logarithmic axis
+LOGARITHMIC = {"type": "log", "exponentformat": "power", "dtick": 1}
+MOST_NAMED = 16  # experts in the legend of the t-SNE
 
 
 @dataclass(frozen=True)
@@ -32,73 +42,75 @@ class JumpRow:
     about: str
 
 
-def write_geometry(stored: Mapping[str, Any] | str | Path, path: str | Path, *, force: bool = False) -> Path:
-    """Write the page of a stored report, given as data, as its file or as its folder. Overwrite a file only with `force`."""
-    return write_report_page(Geometry, stored, path, render_geometry, force=force)
+def write_geometry(report: GeometryReport | str | Path, path: str | Path, *, force: bool = False) -> Path:
+    """Write the page of a report, given as such, as its file or as its folder. Overwrite a file only with `force`."""
+    return write_report_page(GeometryReport, report, path, render_geometry, force=force)
 
 
-def render_geometry(stored: Mapping[str, Any]) -> str:
-    """Return the page as HTML. Raise ValueError with a one-line error if the stored report is not valid."""
-    geometry = Geometry.parse(stored)
-    slices, curves = slice_plots(geometry), [plot for plot in curve_plots(geometry) if plot.data]
-    layers = [str(layer.layer) for layer in geometry.measured]
-    first = next((str(layer.layer) for layer in geometry.measured if layer.pictures), layers[0] if layers else "all")
+def render_geometry(report: GeometryReport) -> str:
+    """Return the page as HTML."""
+    slices, curves = slice_plots(report), [plot for plot in curve_plots(report) if plot.data]
+    layers = [str(layer.layer) for layer in report.layers]
+    pictured = [str(layer.layer) for layer in report.layers if layer.pictures]
+    first = next(iter([*pictured, *layers]), "all")
     return render_template(
         "geometry.html",
         {"plots": {plot.name: asdict(plot) for plot in [*slices, *curves]}, "layer": first},
-        title=geometry.title,
-        verdict=verdict(geometry),
+        title=report.model.name,
+        verdict=verdict(report),
         slices=slices,
         curves=curves,
         layers=layers,
         first=first,
-        pictured=[str(layer.layer) for layer in geometry.measured if layer.pictures],
-        table=layers_table(geometry),
-        refused=Table(
-            [str(layer.layer) for layer in geometry.refused],
-            [{"router": layer.router, "why": layer.skipped} for layer in geometry.refused],
+        pictured=pictured,
+        table=layers_table(report),
+        refused=Table.of(
+            "Layers without a known geometry",
+            [{"layer": layer.layer, "router": layer.router, "why": layer.reason} for layer in report.refused],
         ),
-        what_if=None if geometry.what_if is None else what_if_table(geometry),
-        router=other_router(geometry),
-        jumps=[jump_row(layer, jump, geometry) for layer in geometry.measured for jump in layer.jumps.largest],
-        theory={str(layer.layer): theory_table(layer.theory) for layer in geometry.measured if layer.theory},
-        how=how(geometry),
+        what_if=what_if_table(report),
+        jumps=[jump_row(layer, jump, report) for layer in report.layers for jump in layer.jumps.largest],
+        theory={str(layer.layer): theory_table(layer.theory) for layer in report.layers if layer.theory},
+        how=how_it_was_run(report),
     )
 
 
-def other_router(geometry: Geometry) -> str | None:
-    return None if geometry.what_if is None else geometry.what_if.router
+def other_router(report: GeometryReport) -> str | None:
+    return None if report.what_if is None else report.what_if.router
 
 
-def verdict(geometry: Geometry) -> str:
+def verdict(report: GeometryReport) -> str:
     """Return the main numbers as sentences."""
-    parts = [] if geometry.status == "complete" else ["Interrupted: this page covers the finished batches."]
-    if not geometry.measured:
+    parts = [] if report.status == "complete" else ["Interrupted: this page covers the finished batches."]
+    if not report.layers:
         return " ".join([*parts, "No layer of this model has a known geometry; the reasons are below."])
-    nearest = max(geometry.measured, key=lambda layer: within(layer, 1, NEAR))
+    nearest = max(report.layers, key=lambda layer: within(layer, 1, NEAR))
     parts.append(
-        f"In layer {nearest.layer}, {share(within(nearest, 1, NEAR))} of the tokens lie within {NEAR:.0%} of their norm of "
-        "a place where their experts change."
+        f"In layer {nearest.layer}, {percent(within(nearest, 1, NEAR))} of the tokens lie within {NEAR:.0%} of their norm "
+        "of a place where their experts change."
     )
-    jump = statistics.fmean(layer.jumps.routers[0].mean or 0.0 for layer in geometry.measured)
+    jump = statistics.fmean(layer.jumps.routers[0].mean or 0.0 for layer in report.layers)
     if jump > 0:
-        parts.append(f"At a token's nearest such place, the output of a layer jumps by {share(jump)} of its norm on average")
-        after = None if geometry.what_if is None else geometry.what_if.jump.after
-        parts[-1] += "." if after is None or geometry.what_if is None else (
-            f"; with {geometry.what_if.router}, on the same weights, by {share(after)}."
-        )  # fmt: skip
+        said = f"At a token's nearest such place, the output of a layer jumps by {percent(jump)} of its norm on average"
+        if report.what_if is not None and report.what_if.jump.after is not None:
+            said += f"; with {report.what_if.router}, on the same weights, by {percent(report.what_if.jump.after)}"
+        parts.append(f"{said}.")
     return " ".join(parts)
 
 
-def within(layer: Measured, order: int, width: float) -> float:
+def within(layer: MeasuredLayer, order: int, width: float) -> float:
     """Return the share of a layer's tokens within about `width` of order `order`, at the nearest stored width."""
-    place = min(range(len(layer.ties.widths)), key=lambda each: abs(layer.ties.widths[each] / width - 1))
+    place = _nearest(layer.ties.widths, width)
     return next((found.shares[place] for found in layer.ties.orders if found.order == order), 0.0)
 
 
-def slice_plots(geometry: Geometry) -> list[Plot]:
+def _nearest(values: Sequence[float], wanted: float) -> int:
+    return min(range(len(values)), key=lambda place: abs(values[place] / wanted - 1))
+
+
+def slice_plots(report: GeometryReport) -> list[Plot]:
     """Return the slices that there are: near a boundary and through three tokens, for one or two routers."""
-    other, plots = other_router(geometry), []
+    other, plots = other_router(report), []
     about = {
         "boundaries": (
             "A token and its two nearest boundaries",
@@ -110,7 +122,7 @@ def slice_plots(geometry: Geometry) -> list[Plot]:
         for panel in (0, 1):
             if panel == 1 and other is None:
                 continue
-            slices = slices_of(geometry.measured, kind)
+            slices = slices_of(report.layers, kind)
             said = what if panel == 0 else f"The same plane with {other}."
             said = f"{said} {cells_caption(slices, panel)}"
             name = OWN if panel == 0 else str(other)
@@ -120,22 +132,22 @@ def slice_plots(geometry: Geometry) -> list[Plot]:
     return plots
 
 
-def curve_plots(geometry: Geometry) -> list[Plot]:
-    return [along_normal(geometry), largest_difference(geometry), ties(geometry), hitting(geometry), tsne(geometry)]
+def curve_plots(report: GeometryReport) -> list[Plot]:
+    return [along_normal(report), largest_difference(report), ties(report), hitting(report), tsne(report)]
 
 
-def routers_of(geometry: Geometry) -> list[str]:
-    other = other_router(geometry)
+def routers_of(report: GeometryReport) -> list[str]:
+    other = other_router(report)
     return [OWN] if other is None else [OWN, other]
 
 
-def along_normal(geometry: Geometry) -> Plot:
+def along_normal(report: GeometryReport) -> Plot:
     """Draw the layer's output on the way through the nearest boundary of a token."""
     data: list[Trace] = []
-    for layer in (layer for layer in geometry.measured if layer.pictures):
+    for layer in (layer for layer in report.layers if layer.pictures):
         assert layer.pictures is not None
         normal = layer.pictures.normal
-        for router, (name, change) in enumerate(zip(routers_of(geometry), normal.change, strict=False)):
+        for router, (name, change) in enumerate(zip(routers_of(report), normal.change, strict=False)):
             y = [None if value is None else 100 * value for value in change]
             x: list[float | None] = list(normal.positions)
             if router == 0:  # a gap at the boundary: a line through it would look continuous
@@ -156,7 +168,7 @@ def along_normal(geometry: Geometry) -> Plot:
         "xaxis": {"title": {"text": "distance from the boundary, in shares of the token's norm"}, "zeroline": False},
         "yaxis": {"title": {"text": "output, % of its norm"}, "zeroline": False},
         "shapes": [{"type": "line", "x0": 0, "x1": 0, "yref": "paper", "y0": 0, "y1": 1, "line": {"dash": "dot"}}],
-        "legend": {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"},
+        "legend": LEGEND,
     }
     caption = (
         "The layer's output as its input moves straight through the nearest boundary (dotted), along the direction in which "
@@ -165,20 +177,20 @@ def along_normal(geometry: Geometry) -> Plot:
     return Plot("along", "Output along the normal through a boundary", caption, data, layout)
 
 
-def largest_difference(geometry: Geometry) -> Plot:
+def largest_difference(report: GeometryReport) -> Plot:
     """Draw the largest difference of outputs of two points on the normal against their distance."""
     data = []
-    for layer in (layer for layer in geometry.measured if layer.pictures):
+    for layer in (layer for layer in report.layers if layer.pictures):
         assert layer.pictures is not None
         normal = layer.pictures.normal
-        for router, (name, differences) in enumerate(zip(routers_of(geometry), normal.largest, strict=False)):
+        for router, (name, differences) in enumerate(zip(routers_of(report), normal.largest, strict=False)):
             hover = f"{escaped(name)}: %{{y:.3g}}% between points %{{x:.3g}} apart<extra></extra>"
             y = [None if value is None else 100 * max(value, LEAST) for value in differences]
             data.append(curve_of(router, str(layer.layer), normal.steps, y, hover, name=escaped(name)))
     layout = {
-        "xaxis": {"title": {"text": "distance of the two points, in shares of the token's norm"}, **logarithmic()},
-        "yaxis": {"title": {"text": "difference, % of the output"}, **logarithmic()},
-        "legend": {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"},
+        "xaxis": {"title": {"text": "distance of the two points, in shares of the token's norm"}, **LOGARITHMIC},
+        "yaxis": {"title": {"text": "difference, % of the output"}, **LOGARITHMIC},
+        "legend": LEGEND,
     }
     caption = (
         "The largest difference between the outputs of two points on that way. A continuous layer's differences go to 0 "
@@ -187,10 +199,10 @@ def largest_difference(geometry: Geometry) -> Plot:
     return Plot("difference", "Largest difference against distance", caption, data, layout)
 
 
-def ties(geometry: Geometry) -> Plot:
+def ties(report: GeometryReport) -> Plot:
     """Draw the share of tokens within each distance of ties of each order, beside the law of a uniform ball."""
     data: list[Trace] = []
-    for layer in geometry.measured:
+    for layer in report.layers:
         for place, order in enumerate(layer.ties.orders):
             name = f"order {order.order}"
             y = [100 * value if value > 0 else None for value in order.shares]
@@ -204,26 +216,25 @@ def ties(geometry: Geometry) -> Plot:
                     trace(place, layer.ties.widths, law, layer=str(layer.layer), mode="lines", line=line, hovertemplate=said)
                 )
     layout = {
-        "xaxis": {"title": {"text": "distance, in shares of the token's norm"}, **logarithmic()},
-        "yaxis": {"title": {"text": "% of the tokens"}, **logarithmic(), "range": [-2, 2.1]},
-        "legend": {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"},
+        "xaxis": {"title": {"text": "distance, in shares of the token's norm"}, **LOGARITHMIC},
+        "yaxis": {"title": {"text": "% of the tokens"}, **LOGARITHMIC, "range": [-2, 2.1]},
+        "legend": LEGEND,
     }
-    has_law = any(order.law is not None for layer in geometry.measured for order in layer.ties.orders)
+    has_law = any(order.law is not None for layer in report.layers for order in layer.ties.orders)
     caption = (
         "How many tokens lie within a distance of a tie at the threshold: of two experts (order 1), three (order 2) or four "
         "(order 3). Order m becomes rare as the m-th power of the distance."
         + (" Dotted: the law for inputs spread evenly over a ball." if has_law else "")
     )
-    if any(not layer.ties.exact for layer in geometry.measured):
+    if any(not layer.ties.exact for layer in report.layers):
         caption += " Some distances to order 2 or 3 are upper bounds: there were too many sets of experts to try all."
     return Plot("ties", "Tokens near ties", caption, data, layout)
 
 
-def hitting(geometry: Geometry) -> Plot:
+def hitting(report: GeometryReport) -> Plot:
     """Draw the probability that a random walk from a token has reached a boundary, with its bounds."""
     data: list[Trace] = []
-    noise = geometry.settings.get("noise")
-    for layer in (layer for layer in geometry.measured if layer.hitting):
+    for layer in (layer for layer in report.layers if layer.hitting):
         assert layer.hitting is not None
         found, own = layer.hitting, str(layer.layer)
         for name, values, style in (("upper bound", found.upper, "dot"), ("lower bound", found.lower, "dash")):
@@ -250,91 +261,158 @@ def hitting(geometry: Geometry) -> Plot:
             )
         )
     layout = {
-        "xaxis": {"title": {"text": "time"}, **logarithmic()},
+        "xaxis": {"title": {"text": "time"}, **LOGARITHMIC},
         "yaxis": {"title": {"text": "% of the walks"}, "rangemode": "tozero"},
-        "legend": {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"},
+        "legend": LEGEND,
     }
-    level = f"{float(noise):.3g}" if isinstance(noise, int | float) else "the noise level"
     caption = (
-        f"The share of random walks from tokens that have reached a boundary. At time 1 a walk has added noise of {level} "
+        "The share of random walks from tokens that have reached a boundary. At time 1 a walk has added noise of "
+        f"{report.settings.noise:.3g} "
         "of the token's norm, at time 4 twice as much. Bars: 95% intervals, with one walk of each token counted."
     )
     return Plot("hitting", "When noise reaches a boundary", caption, data, layout)
 
 
-def logarithmic() -> dict[str, Any]:
-    return {"type": "log", "exponentformat": "power", "dtick": 1}
-
-
-def layers_table(geometry: Geometry) -> Table:
+def layers_table(report: GeometryReport) -> Table:
     """Return the main numbers of each layer."""
-    rows = []
-    for layer in geometry.measured:
-        own, after = layer.jumps.routers[0], layer.jumps.routers[1:]
-        other = other_router(geometry)
-        rows.append(
-            {
-                "experts": f"{layer.k} of {layer.experts}",
-                "tokens": f"{layer.tokens:,}",
-                **{
-                    f"within 1%, order {order.order}": share(within(layer, order.order, NEAR)) for order in layer.ties.orders
-                },
-                "median distance": number(layer.ties.orders[0].median if layer.ties.orders else None),
-                "flipped before time 1": share(_before(layer, 1.0)),
-                "mean jump": share(own.mean),
-                **({f"mean jump, {other}": share(after[0].mean if after else None)} if other else {}),
-                **({f"extra experts, {other}": share(layer.what_if.extra[0] if layer.what_if else None)} if other else {}),
-                **({"extra experts, law": share(_extra_law(layer))} if other else {}),
-            }
+    other, rows = other_router(report), []
+    for layer in report.layers:
+        own, *after = layer.jumps.routers
+        extra, hitting = layer.what_if, layer.hitting
+        columns = {
+            "layer": layer.layer,
+            "experts": f"{layer.k} of {layer.experts}",
+            "tokens": f"{layer.tokens:,}",
+            **{f"within 1%, order {order.order}": percent(within(layer, order.order, NEAR)) for order in layer.ties.orders},
+            "median distance": number(layer.ties.orders[0].median if layer.ties.orders else None),
+            "flipped before time 1": percent(hitting.simulated[_nearest(hitting.times, 1.0)] if hitting else None),
+            "mean jump": percent(own.mean),
+        }
+        if other is not None:
+            columns[f"mean jump, {other}"] = percent(after[0].mean if after else None)
+            columns[f"extra experts, {other}"] = percent(extra.extra[0] if extra else None)
+            columns["extra experts, law"] = percent(extra.extra_law[0] if extra and extra.extra_law else None)
+        rows.append(columns)
+    note = (
+        "Within 1%: the share of tokens whose distance to a tie of this order, of m + 1 experts, is at most 0.01 of their "
+        "norm. Median distance: to order 1. Flipped before time 1: the share of random walks that reach a tie before they "
+        f"have added noise of {report.settings.noise:g} of the norm. Mean jump: of the layer's output at the nearest tie, "
+        "as a share of its norm."
+    )
+    if other is not None:
+        note += (
+            " Extra experts: the share of tokens for which the other router runs more than k experts; law: of inputs spread "
+            "evenly over a large ball."
         )
-    return Table([str(layer.layer) for layer in geometry.measured], rows)
+    return Table.of("All layers", rows, note)
 
 
-def _extra_law(layer: Measured) -> float | None:
-    return None if layer.what_if is None or not layer.what_if.extra_law else layer.what_if.extra_law[0]
-
-
-def _before(layer: Measured, time: float) -> float | None:
-    if layer.hitting is None:
-        return None
-    place = min(range(len(layer.hitting.times)), key=lambda each: abs(layer.hitting.times[each] / time - 1))  # type: ignore[union-attr]
-    return layer.hitting.simulated[place]
-
-
-def what_if_table(geometry: Geometry) -> Table:
+def what_if_table(report: GeometryReport) -> Table:
     """Return the cost and the jump before and after the router was replaced."""
-    assert geometry.what_if is not None
-    pairs = {name.replace("_", " "): pair for name, pair in geometry.what_if.cost.items()}
-    rows = [{"before": number(pair.before, 4), "after": number(pair.after, 4)} for pair in pairs.values()]
-    jump = geometry.what_if.jump
-    rows.append({"before": share(jump.before), "after": share(jump.after)})
-    return Table([*pairs, "mean jump at the nearest boundary"], rows)
+    if report.what_if is None:
+        return Table("", [], [])
+
+    def row(name: str, pair: Pair, written: Callable[[float | None], str]) -> dict[str, str]:
+        return {"": name, "before": written(pair.before), "after": written(pair.after)}
+
+    cost = [row(name.replace("_", " "), pair, partial(number, digits=4)) for name, pair in report.what_if.cost.items()]
+    jump = row("mean jump at the nearest boundary", report.what_if.jump, percent)
+    return Table.of(f"What if: the router {report.what_if.router}, without training", [*cost, jump])
 
 
-def jump_row(layer: Measured, jump: Jump, geometry: Geometry) -> JumpRow:
+def jump_row(layer: MeasuredLayer, jump: Jump, report: GeometryReport) -> JumpRow:
     """Return a jump with its text."""
-    other = other_router(geometry)
+    other = other_router(report)
     about = (
-        f"the output jumps by {share(jump.size)} of its norm where expert {jump.enters} replaces {jump.leaves}, "
+        f"the output jumps by {percent(jump.size)} of its norm where expert {jump.enters} replaces {jump.leaves}, "
         f"{number(jump.distance, 2)} of the token's norm away"
     )
     if other is not None and jump.size_with_what_if is not None:
-        about += f"; with {other} by {share(jump.size_with_what_if)}"
+        about += f"; with {other} by {percent(jump.size_with_what_if)}"
     text = f"row {jump.place} of batch {jump.batch}" if jump.text is None else jump.text
-    return JumpRow(str(layer.layer), _lines(text), _lines(jump.before or ""), _lines(jump.after or ""), about)
+    before, after = visible_lines(jump.before or ""), visible_lines(jump.after or "")
+    return JumpRow(str(layer.layer), visible_lines(text), before, after, about)
 
 
-def _lines(text: str) -> str:
-    return "↵".join(text.replace("\r\n", "\n").replace("\r", "\n").split("\n"))
-
-
-def how(geometry: Geometry) -> dict[str, dict[str, str]]:
-    """Return how the report was made: model, data, settings, versions."""
-    groups: dict[str, Mapping[str, Any]] = {
-        "Model": geometry.model,
-        "Data": geometry.data,
-        "Settings": geometry.settings,
-        "Versions": geometry.versions,
-        "Run": {"status": geometry.status, "seconds": decimal(geometry.seconds, 1)},
+def theory_table(theory: Theory) -> Table:
+    """Return a row for each statement: what it says, and what was measured."""
+    statements: dict[str, tuple[str, Callable[[Any], tuple[str, str]]]] = {
+        "co_selection": ("Expert graph of a batch (Symphony, theorem 1)", _graph),
+        "entropy": ("Entropy of shared gates (Mutual-Inform, proposition 1)", _entropy),
+        "clusters": ("Clusters of AC (ACMoE, lemmas 1 and 2, proposition 2)", _clusters),
+        "slopes": ("Slope of gate weights (survey, section 6.1)", _slopes),
     }
-    return {title: dict(flattened(group)) for title, group in groups.items() if group}
+    rows = []
+    for name, (statement, words) in statements.items():
+        found = getattr(theory, name)
+        said, measured = ("", theory.skipped.get(name, "")) if found is None else words(found)
+        rows.append({"statement": statement, "theory": said, "measured": measured})
+    return Table.of("", rows)
+
+
+def _graph(found: GraphPrecision) -> tuple[str, str]:
+    last = len(found.noise) - 1
+    return (
+        f"An entry of one batch is within {number(found.half_width)} of its mean, with probability {1 - found.alpha:g}.",
+        f"Noise of {found.noise[last]:g} of the norm moves entries by {number(found.mean[last])} on average and by "
+        f"{number(found.largest[last])} at most; {percent(found.beyond[last])} of them by more than that width.",
+    )
+
+
+def _entropy(found: Entropies) -> tuple[str, str]:
+    return (
+        f"Gates that the tokens of a sequence share by similarity have at most {number(found.bound)} nats.",
+        f"{number(found.informed)} nats; {number(found.own)} nats before they are shared.",
+    )
+
+
+def _clusters(found: Clusters) -> tuple[str, str]:
+    plain, scaled = found.plain, found.scaled
+    return (
+        f"With noise of {found.noise:g}, {percent(plain.predicted)} of a cluster's tokens are nearer to another mean; "
+        f"{percent(scaled.predicted)} after AC scales features.",
+        f"{percent(plain.measured)}, and {percent(scaled.measured)} after. Separation {number(plain.distance)} and "
+        f"{number(scaled.distance)}, condition number {number(plain.condition)} and {number(scaled.condition)} (medians of "
+        f"{found.clusters} clusters).",
+    )
+
+
+def _slopes(found: Slopes) -> tuple[str, str]:
+    return (
+        "Softmax: at most 0.5. Top-k: infinite at a tie. Smooth: finite everywhere.",
+        f"Largest slope on the way through the nearest tie: softmax {number(found.softmax.largest)}, top-k "
+        f"{'infinite' if found.top_k.largest is None else number(found.top_k.largest)} (weights jump by "
+        f"{number(found.top_k.jump)}), smooth {number(found.smooth.largest)} with a strip of {found.strip:g}.",
+    )
+
+
+def tsne(report: GeometryReport) -> Plot:
+    """Draw the t-SNE of router inputs, in the colours and marks of their first experts."""
+    data: list[Trace] = []
+    for layer in report.layers:
+        found = layer.theory.tsne if layer.theory else None
+        if found is None:
+            continue
+        experts = sorted(set(found.experts), key=lambda each: (-found.experts.count(each), each))
+        for expert in sorted(experts[:MOST_NAMED]) + experts[MOST_NAMED:]:
+            places = [place for place, own in enumerate(found.experts) if own == expert]
+            x, y = [found.x[place] for place in places], [found.y[place] for place in places]
+            mark = {"size": 6, "symbol": SYMBOLS[(expert + expert // len(SYMBOLS)) % len(SYMBOLS)]}
+            hover = f"expert {expert}<extra></extra>"
+            name = {"name": f"expert {expert}"} if expert in experts[:MOST_NAMED] else {}
+            own = str(layer.layer)
+            data.append(
+                trace(expert, x, y, layer=own, mode="markers", marker=mark, opacity=0.8, hovertemplate=hover, **name)
+            )
+    hidden = {"showticklabels": False, "showgrid": False, "zeroline": False}
+    layout = {
+        "xaxis": {**hidden, "title": {"text": "t-SNE"}},
+        "yaxis": hidden,
+        "height": 420,
+        "legend": LEGEND,
+    }
+    caption = (
+        "Router inputs of the first batch, drawn by t-SNE so that neighbours stay neighbours, in the colour and mark of the "
+        "expert with the largest score. Distances and directions between groups mean nothing."
+    )
+    return Plot("tsne", "Router inputs by expert", caption, data, layout)

@@ -1,15 +1,16 @@
-"""The HTML page of a mismatch report, rendered from the stored JSON alone: remedies side by side, layers and tails.
+"""The HTML page of a mismatch report, and its tables for page and terminal: remedies side by side, layers and tails.
 
 Plots are data for plotly, as in `holdfast.report.plots`; a remedy has the colour and the mark of its place in REMEDIES.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from holdfast.report.audit_page import Table, number, share
-from holdfast.report.page_shell import decimal, flattened, render_template, write_report_page
+from holdfast.mismatch import MismatchReport
+from holdfast.mismatch.report import Estimate, LayerSets, Row
+from holdfast.report.page_shell import decimal, how_it_was_run, number, percent, render_template, write_report_page
 from holdfast.report.plot_data import (
     Plot,
     Trace,
@@ -22,10 +23,10 @@ from holdfast.report.plot_data import (
     trace,
     wrapped_label,
 )
-from holdfast.report.stored_mismatch import Estimate, LayerSets, Mismatch, Row
+from holdfast.report.slice_plots import LEGEND
+from holdfast.report.tables import Table
 
 REMEDIES = ("live", "replay", "smooth", "float32")
-LEGEND = {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"}
 ABOUT = (
     ("live", "the model's own router in both runs."),
     ("replay", "training uses the experts of the rollout, with live weights. Only the trainer changes."),
@@ -37,94 +38,92 @@ ABOUT = (
 )
 
 
-def write_mismatch(stored: Mapping[str, Any] | str | Path, path: str | Path, *, force: bool = False) -> Path:
-    """Write the page of a stored report, given as data, as its file or as its folder. Overwrite a file only with `force`."""
-    return write_report_page(Mismatch, stored, path, render_mismatch, force=force)
+def write_mismatch(report: MismatchReport | str | Path, path: str | Path, *, force: bool = False) -> Path:
+    """Write the page of a report, given as such, as its file or as its folder. Overwrite a file only with `force`."""
+    return write_report_page(MismatchReport, report, path, render_mismatch, force=force)
 
 
-def render_mismatch(stored: Mapping[str, Any]) -> str:
-    """Return the page as HTML. Raise ValueError with a one-line error if the stored report is not valid."""
-    mismatch = Mismatch.parse(stored)
+def render_mismatch(report: MismatchReport) -> str:
+    """Return the page as HTML."""
+    plots = {kind: [plot for plot in rollout_plots(report, kind) if plot.data] for kind in report.rollouts}
     parts = [
         {
             "kind": kind,
-            "title": rollout_name(mismatch, kind),
-            "table": remedies_table(mismatch, kind),
-            "changes": changes_table(mismatch, kind),
-            "plots": [plot for plot in rollout_plots(mismatch, kind) if plot.data],
+            "table": remedies_table(report, kind),
+            "changes": changes_table(report, kind),
+            "plots": plots[kind],
         }
-        for kind in mismatch.rollouts
+        for kind in report.rollouts
     ]
-    plots = {plot.name: asdict(plot) for part in parts for plot in part["plots"]}  # type: ignore[attr-defined]
-    low, high = mismatch.settings.clip
+    how = how_it_was_run(report)
+    del how["Settings"]["tail"]
     return render_template(
         "mismatch.html",
-        {"plots": plots},
-        title=mismatch.title,
-        verdict=verdict(mismatch),
+        {"plots": {plot.name: asdict(plot) for drawn in plots.values() for plot in drawn}},
+        title=report.model.name,
+        verdict=verdict(report),
         parts_=parts,
         about=ABOUT,
-        clip=f"{low:g} to {high:g}",
-        skipped=Table(
-            [f"{row.remedy}, {row.rollout} rollout" for row in mismatch.skipped],
-            [{"why": row.skipped} for row in mismatch.skipped],
+        skipped=Table.of(
+            "What was skipped",
+            [{"remedy": f"{row.remedy}, {row.rollout} rollout", "why": row.reason} for row in report.skipped],
         ),
-        no_logprobs=mismatch.data.get("logprobs") is False,
-        how=how(stored, mismatch),
+        no_logprobs=report.data.logprobs is False,
+        how=how,
     )
 
 
-def rows_of(mismatch: Mismatch, kind: str) -> list[Row]:
-    return [row for row in mismatch.measured if row.rollout == kind]
+def rows_of(report: MismatchReport, kind: str) -> list[Row]:
+    return [row for row in report.rows if row.rollout == kind]
 
 
-def rollout_name(mismatch: Mismatch, kind: str) -> str:
+def rollout_name(report: MismatchReport, kind: str) -> str:
     """Return a heading for one kind of rollout."""
     if kind == "recorded":
-        return f"Recorded rollout: {mismatch.data.get('engine', 'another engine')}"
-    chosen = mismatch.settings
+        return f"Recorded rollout: {report.data.engine}"
+    chosen = report.settings
     way = ", token by token" if chosen.rollout_decode else ""
     return f"Simulated rollout: {chosen.rollout_dtype}, batches of {chosen.rollout_batch}{way}"
 
 
-def verdict(mismatch: Mismatch) -> str:
+def verdict(report: MismatchReport) -> str:
     """Return the main numbers as one paragraph."""
-    parts = [] if mismatch.status == "complete" else ["Interrupted: this page covers the finished rows."]
-    if not mismatch.measured:
+    parts = [] if report.status == "complete" else ["Interrupted: this page covers the finished rows."]
+    if not report.rows:
         return " ".join([*parts, "No row could be measured; the reasons are below."])
-    return " ".join([*parts, *summary(mismatch)])
+    return " ".join([*parts, *summary(report)])
 
 
-def summary(mismatch: Mismatch) -> list[str]:
+def summary(report: MismatchReport) -> list[str]:
     """Return the main numbers as sentences, of the first kind of rollout: the page and the terminal have the same ones."""
     parts: list[str] = []
-    kind = mismatch.rollouts[0] if mismatch.rollouts else ""
-    low, high = mismatch.settings.clip
-    rows = {row.remedy: row for row in rows_of(mismatch, kind)}
+    kind = report.rollouts[0] if report.rollouts else ""
+    low, high = report.settings.clip
+    rows = {row.remedy: row for row in rows_of(report, kind)}
     live, replay = rows.get("live"), rows.get("replay")
     if live is not None:
         parts.append(
-            f"In training, {share(live.sets.routers_differ.value)} of the routing decisions (one token in one layer) have "
-            f"different experts than in the {kind} rollout, and {share(live.sets.tokens_differ.value)} of the tokens have "
+            f"In training, {percent(live.sets.routers_differ.value)} of the routing decisions (one token in one layer) have "
+            f"different experts than in the {kind} rollout, and {percent(live.sets.tokens_differ.value)} of the tokens have "
             "different experts in at least one layer."
         )
     if live is not None and live.logprobs is not None:
         parts.append(
             f"The log-probability of a token differs by {number(live.logprobs.mean.value)} on average and by "
-            f"{number(live.logprobs.largest)} at most; {share(live.logprobs.outside.value)} of the tokens have a ratio of "
+            f"{number(live.logprobs.largest)} at most; {percent(live.logprobs.outside.value)} of the tokens have a ratio of "
             f"probabilities outside {low:g} to {high:g}."
         )
         if replay is not None and replay.logprobs is not None and replay.logprobs.change is not None:
             parts.append(
                 f"With replay by {number(replay.logprobs.mean.value)} and {number(replay.logprobs.largest)}, and "
-                f"{share(replay.logprobs.outside.value)} are outside; {change_words(replay.logprobs.change.mean)}."
+                f"{percent(replay.logprobs.outside.value)} are outside; {change_words(replay.logprobs.change.mean)}."
             )
-    return [*parts, *_changed_models(mismatch)]
+    return [*parts, *_changed_models(report)]
 
 
-def _changed_models(mismatch: Mismatch) -> list[str]:
-    """Return what another router costs: it changes the model, and not only its mismatch."""
-    simulated = {row.remedy: row for row in rows_of(mismatch, "simulated")}
+def _changed_models(report: MismatchReport) -> list[str]:
+    """Return what another router costs: it changes the model, and not only its report."""
+    simulated = {row.remedy: row for row in rows_of(report, "simulated")}
     before, after = simulated.get("live"), simulated.get("smooth")
     if before is None or after is None:
         return []
@@ -151,42 +150,50 @@ def with_interval(found: Estimate, shown: Callable[[float | None], str]) -> str:
     return f"{shown(found.value)} ({shown(found.low)} to {shown(found.high)})"
 
 
-def remedies_table(mismatch: Mismatch, kind: str) -> Table:
+def remedies_table(report: MismatchReport, kind: str) -> Table:
     """Return the numbers of each remedy against one kind of rollout."""
     rows = []
-    for row in rows_of(mismatch, kind):
+    for row in rows_of(report, kind):
         cells = {
-            "routing decisions that differ": with_interval(row.sets.routers_differ, share),
-            "tokens that differ": with_interval(row.sets.tokens_differ, share),
+            "remedy": row.label,
+            "routing decisions that differ": with_interval(row.sets.routers_differ, percent),
+            "tokens that differ": with_interval(row.sets.tokens_differ, percent),
         }
-        found = row.logprobs
-        if found is not None:
-            cells |= {"mean gap": with_interval(found.mean, number), "std of the gap": number(found.std)}
-            cells |= {f"{name}% of gaps below": with_interval(one, number) for name, one in found.quantiles.items()}
+        gaps = row.logprobs
+        if gaps is not None:
+            cells |= {"mean gap": with_interval(gaps.mean, number), "std of the gap": number(gaps.std)}
+            cells |= {f"{name}% of gaps below": with_interval(one, number) for name, one in gaps.quantiles.items()}
             cells |= {
-                "largest gap": number(found.largest),
-                "mean ratio": with_interval(found.ratio, lambda value: number(value, 5)),
-                "outside the clip range": with_interval(found.outside, share),
+                "largest gap": number(gaps.largest),
+                "mean ratio": with_interval(gaps.ratio, lambda value: number(value, 5)),
+                "outside the clip range": with_interval(gaps.outside, percent),
             }
         cells |= {"loss": number(row.loss, 4), "experts per token": number(row.experts_per_token)}
         rows.append(cells)
-    return Table([row.label for row in rows_of(mismatch, kind)], rows)
-
-
-def changes_table(mismatch: Mismatch, kind: str) -> Table:
-    """Return what each remedy changes in comparison with live, paired by token."""
-    found = [(row.label, row.logprobs.change) for row in rows_of(mismatch, kind) if row.logprobs and row.logprobs.change]
-    return Table(
-        [name for name, _ in found],
-        [
-            {
-                "mean gap, minus live": with_interval(change.mean, _signed),
-                "share outside the clip range, minus live": with_interval(change.outside, _signed_share),
-                "verdict": change_words(change.mean),
-            }
-            for _, change in found
-        ],
+    low, high = report.settings.clip
+    note = (
+        "Gap: |log p(training) - log p(rollout)| of a token. A routing decision is one token in one layer. Routing "
+        "decisions that differ: the share with a different set of experts than in the rollout. Tokens that differ: the "
+        "share of tokens with a different set in at least one layer. Mean ratio: of p(training) / p(rollout); outside the "
+        f"clip range: the share of tokens whose ratio is outside {low:g} to {high:g}. Loss and experts per token are those "
+        "of the training forward. In brackets: 95% intervals."
     )
+    return Table.of(rollout_name(report, kind), rows, note)
+
+
+def changes_table(report: MismatchReport, kind: str) -> Table:
+    """Return what each remedy changes in comparison with live, paired by token."""
+    rows = [
+        {
+            "remedy": row.label,
+            "mean gap, minus live": with_interval(row.logprobs.change.mean, _signed),
+            "share outside the clip range, minus live": with_interval(row.logprobs.change.outside, _signed_share),
+            "verdict": change_words(row.logprobs.change.mean),
+        }
+        for row in rows_of(report, kind)
+        if row.logprobs and row.logprobs.change
+    ]
+    return Table.of("", rows, "The same tokens with each remedy and with the live router. The intervals are paired.")
 
 
 def _signed(value: float | None) -> str:
@@ -197,14 +204,14 @@ def _signed_share(value: float | None) -> str:
     return decimal(value) if value is None else f"{100 * value:+.2f}%"
 
 
-def rollout_plots(mismatch: Mismatch, kind: str) -> list[Plot]:
-    return [gaps(mismatch, kind), tail(mismatch, kind), by_layer(mismatch, kind), so_far(mismatch, kind)]
+def rollout_plots(report: MismatchReport, kind: str) -> list[Plot]:
+    return [gaps(report, kind), tail(report, kind), by_layer(report, kind), so_far(report, kind)]
 
 
-def gaps(mismatch: Mismatch, kind: str) -> Plot:
+def gaps(report: MismatchReport, kind: str) -> Plot:
     """Draw the mean gap of each remedy with its interval."""
     data: list[Trace] = []
-    for row in rows_of(mismatch, kind):
+    for row in rows_of(report, kind):
         if row.logprobs is None or row.logprobs.mean.value is None:
             continue
         place, found = REMEDIES.index(row.remedy) if row.remedy in REMEDIES else len(REMEDIES), row.logprobs.mean
@@ -234,10 +241,10 @@ def gaps(mismatch: Mismatch, kind: str) -> Plot:
     return Plot(f"gaps-{kind}", "Mean gap of log-probabilities", caption, data, layout)
 
 
-def tail(mismatch: Mismatch, kind: str) -> Plot:
+def tail(report: MismatchReport, kind: str) -> Plot:
     """Draw the share of tokens with a larger gap, for each size of the gap."""
     data: list[Trace] = []
-    for row in rows_of(mismatch, kind):
+    for row in rows_of(report, kind):
         if row.logprobs is None:
             continue
         y = [100 * value if value > 0 else None for value in row.logprobs.tail]  # a log axis has no 0
@@ -247,7 +254,7 @@ def tail(mismatch: Mismatch, kind: str) -> Plot:
         data.append(
             trace(
                 place,
-                mismatch.settings.tail,
+                report.settings.tail,
                 y,
                 mode="lines",
                 line=style,
@@ -268,20 +275,20 @@ def tail(mismatch: Mismatch, kind: str) -> Plot:
     return Plot(f"tail-{kind}", "Tail of the gap", caption, data, layout)
 
 
-def by_layer(mismatch: Mismatch, kind: str) -> Plot:
+def by_layer(report: MismatchReport, kind: str) -> Plot:
     caption = "The share of tokens whose set of experts in this layer is not that of the rollout. Bars: 95% intervals."
-    data, layout = _layers(mismatch, kind, lambda layer: layer.routers_differ)
+    data, layout = _layers(report, kind, lambda layer: layer.routers_differ)
     return Plot(f"layers-{kind}", "Routing decisions with different experts, by layer", caption, data, layout)
 
 
-def so_far(mismatch: Mismatch, kind: str) -> Plot:
+def so_far(report: MismatchReport, kind: str) -> Plot:
     caption = "The share of tokens with a different set of experts in this layer or an earlier one. Bars: 95% intervals."
-    data, layout = _layers(mismatch, kind, lambda layer: layer.tokens_differ_so_far)
+    data, layout = _layers(report, kind, lambda layer: layer.tokens_differ_so_far)
     return Plot(f"tokens-{kind}", "Tokens with different experts, up to each layer", caption, data, layout)
 
 
-def _layers(mismatch: Mismatch, kind: str, read: Callable[[LayerSets], Estimate]) -> tuple[list[Trace], dict[str, Any]]:
-    data, rows = [], rows_of(mismatch, kind)
+def _layers(report: MismatchReport, kind: str, read: Callable[[LayerSets], Estimate]) -> tuple[list[Trace], dict[str, Any]]:
+    data, rows = [], rows_of(report, kind)
     for index, row in enumerate(rows):
         found = [read(layer) for layer in row.sets.layers]
         hover = f"{escaped(row.label)}, layer %{{x:.0f}}: %{{y:.3g}}%<extra></extra>"
@@ -311,17 +318,3 @@ def _bars(found: list[Estimate], scale: float = 1.0) -> dict[str, Any]:
         "thickness": 1.5,
         "width": 3,
     }
-
-
-def how(stored: Mapping[str, Any], mismatch: Mismatch) -> dict[str, dict[str, str]]:
-    """Return how the report was made: model, data, settings, versions."""
-    settings = stored.get("settings")
-    shown = {key: value for key, value in settings.items() if key != "tail"} if isinstance(settings, Mapping) else {}
-    groups: dict[str, Mapping[str, Any]] = {
-        "Model": mismatch.model,
-        "Data": mismatch.data,
-        "Settings": shown,
-        "Versions": mismatch.versions,
-        "Run": {"status": mismatch.status, "seconds": decimal(mismatch.seconds, 1)},
-    }
-    return {title: dict(flattened(group)) for title, group in groups.items() if group}

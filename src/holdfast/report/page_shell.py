@@ -4,12 +4,16 @@ import base64
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from holdfast.errors import require_extra
 from holdfast.files import write_atomically
-from holdfast.report.stored_reports import ReportFile
+from holdfast.stored import StoredRecord
+
+if TYPE_CHECKING:
+    from holdfast.auditing.reports import Report
 
 PAGE = Path(__file__).parent / "page"  # templates, style and scripts
 SCRIPTS = ("graphs.js", "views.js", "report.js")  # the last one uses the others
@@ -69,23 +73,26 @@ def write_page(path: Path, page: Callable[[], str], *, force: bool = False) -> P
     return path
 
 
+Record = TypeVar("Record", bound=StoredRecord)
+
+
 def write_report_page(
-    kind: type[ReportFile],
-    stored: Mapping[str, Any] | str | Path,
+    kind: type[Record],
+    report: Record | str | Path,
     path: str | Path,
-    render: Callable[[Mapping[str, Any]], str],
+    render: Callable[[Record], str],
     *,
     force: bool = False,
 ) -> Path:
-    """Write the page of a stored report, given as data, as its file or as its folder. Overwrite a file only with `force`."""
+    """Write the page of a report, given as a record, as its file or as its folder. Overwrite a file only with `force`."""
     target = Path(path)
-    if isinstance(stored, str | Path):
-        source = Path(stored)
-        if target.exists() and source.exists() and target.samefile(source):
-            raise ValueError(f"{target} is the stored report itself; name an .html file to write to.")
-        stored = kind.read(source)
-    content = stored
-    return write_page(target, lambda: render(content), force=force)
+    if not isinstance(report, str | Path):
+        found = report
+        return write_page(target, lambda: render(found), force=force)
+    source = Path(report)
+    if target.exists() and source.exists() and target.samefile(source):
+        raise ValueError(f"{target} is the stored report itself; name an .html file to write to.")
+    return write_page(target, lambda: render(kind.load(source)), force=force)
 
 
 def render_template(template: str, data: Mapping[str, Any], **values: Any) -> str:
@@ -172,3 +179,22 @@ def short_share(value: float | None) -> str:
 def rise(nats: float) -> float:
     """Return the rise of a perplexity in percent, from the rise of the loss in nats."""
     return 100 * math.expm1(nats)
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """Return a number with this many significant digits, and a dash for None."""
+    return decimal(value) if value is None else f"{value:.{digits}g}"
+
+
+def visible_lines(text: str) -> str:
+    """Return a text on one line with its line ends marked: a token may consist of nothing else."""
+    return "↵".join(text.replace("\r\n", "\n").replace("\r", "\n").split("\n"))
+
+
+def how_it_was_run(report: "Report") -> dict[str, dict[str, str]]:
+    """Return how a report was made: model, data, settings, versions."""
+    stored = asdict(report)
+    stored["data"] = {name: value for name, value in stored["data"].items() if value is not None}
+    groups = {name.capitalize(): stored[name] for name in ("model", "data", "settings", "versions")}
+    groups["Run"] = {"status": report.status, "seconds": decimal(report.seconds, 1)}
+    return {title: dict(flattened(group)) for title, group in groups.items() if group}

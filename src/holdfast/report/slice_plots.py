@@ -7,9 +7,11 @@ for the hover text, or "fill": "strip" for experts beyond k. Lines and marks wit
 from collections.abc import Sequence
 from typing import Any
 
+from holdfast.auditing.reports import MeasuredLayer, Slice
+from holdfast.report.page_shell import visible_lines
 from holdfast.report.plot_data import Plot, Trace, escaped, trace
-from holdfast.report.stored_geometry import Measured, Slice
 
+LEGEND = {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"}  # above a plot: beside it there is no room on a phone
 COLOURS = 8  # of cells in each theme
 SMALLEST = 0.012  # share of the picture that a cell needs to have its name written on it
 LONGEST_NAME = 24  # characters of a token's text
@@ -17,7 +19,7 @@ MOST_NAMED = 6  # experts of a set that are written on a cell
 MOST_EXTRA = 3  # experts beyond k that have a shade of their own
 
 
-def slices_of(layers: Sequence[Measured], kind: str) -> list[tuple[str | None, Slice]]:
+def slices_of(layers: Sequence[MeasuredLayer], kind: str) -> list[tuple[str | None, Slice]]:
     """Return the slices of a kind, with the layer of each."""
     drawn = [(str(layer.layer), layer.pictures.slices) for layer in layers if layer.pictures]
     return [(layer, found) for layer, slices in drawn for found in slices if found.kind == kind]
@@ -25,7 +27,7 @@ def slices_of(layers: Sequence[Measured], kind: str) -> list[tuple[str | None, S
 
 def cells_caption(slices: Sequence[tuple[str | None, Slice]], panel: int = 0) -> str:
     """Return a sentence that says what is seen: hard boundaries, or strips in which experts fade in and out."""
-    if any(panel < len(found.panels) and found.panels[panel].extra is not None for _, found in slices):
+    if any(panel < len(found.extra) and found.extra[panel] is not None for _, found in slices):
         return (
             "Inputs in one cell have the same k best experts, whose numbers are in it; in the shaded strips the router runs "
             "more experts and fades them in and out, so that the output does not jump."
@@ -35,13 +37,13 @@ def cells_caption(slices: Sequence[tuple[str | None, Slice]], panel: int = 0) ->
 
 def slice_plot(name: str, slices: Sequence[tuple[str | None, Slice]], panel: int, title: str, caption: str) -> Plot:
     """Draw a slice for each layer, as routed by the model (panel 0) or the what-if (1); layer None: shown for all layers."""
-    data = [part for layer, found in slices if panel < len(found.panels) for part in _traces(found, panel, layer)]
+    data = [part for layer, found in slices if panel < len(found.extra) for part in _traces(found, panel, layer)]
     axis = {"zeroline": False, "showgrid": False, "constrain": "domain", "nticks": 6}
     layout: dict[str, Any] = {
         "xaxis": {**axis, "title": {"text": "shares of the token's norm"}},
         "yaxis": {**axis, "scaleanchor": "x"},
         "height": 470,
-        "legend": {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"},
+        "legend": LEGEND,
     }
     return Plot(name, title, caption, data, layout)
 
@@ -56,7 +58,7 @@ def _traces(found: Slice, panel: int, layer: str | None) -> list[Trace]:
     traces: list[Trace] = [
         {"type": "heatmap", "meta": cells, "z": found.cells, **grid, "showscale": False, "zsmooth": False}
     ]
-    extra = found.panels[panel].extra
+    extra = found.extra[panel]
     if extra is not None:
         shown = [[min(count, MOST_EXTRA) or None for count in row] for row in extra]
         look = {"showscale": False, "hoverinfo": "skip", "hoverongaps": False, "zmin": 0, "zmax": MOST_EXTRA}
@@ -67,7 +69,13 @@ def _traces(found: Slice, panel: int, layer: str | None) -> list[Trace]:
             mark = {"size": 12, "symbol": "square"}
             traces.append(_inked([None], [None], layer, meta, mode="markers", marker=mark, name=f"+{count}{more} experts"))
     dash = "solid" if extra is None else "dot"
-    across, up, texts = _lines(found)
+    across: list[float | None] = []  # all lines as one curve with gaps
+    up: list[float | None] = []
+    texts: list[str | None] = []
+    for x0, y0, x1, y1, one, two in found.lines:
+        across += [x0, (x0 + x1) / 2, x1, None]
+        up += [y0, (y0 + y1) / 2, y1, None]
+        texts += [f"experts {one} and {two} tie"] * 3 + [None]
     ink = {"ink": "line"}
     name = "2 experts tie (order 1)"
     traces.append(_inked(across, up, layer, ink, mode="lines", line={"width": 1.6, "dash": dash}, name=name, text=texts))
@@ -96,18 +104,6 @@ def _inked(x: Sequence[Any], y: Sequence[Any], layer: str | None, meta: dict[str
     return {**made, "meta": {**made["meta"], **meta}}
 
 
-def _lines(found: Slice) -> tuple[list[float | None], list[float | None], list[str | None]]:
-    """Return all order-1 lines as one curve with gaps, and what to show at each of its points."""
-    x: list[float | None] = []
-    y: list[float | None] = []
-    texts: list[str | None] = []
-    for x0, y0, x1, y1, one, two in found.lines:
-        x += [x0, (x0 + x1) / 2, x1, None]
-        y += [y0, (y0 + y1) / 2, y1, None]
-        texts += [f"experts {one} and {two} tie"] * 3 + [None]
-    return x, y, texts
-
-
 def _centres(found: Slice) -> tuple[list[float], list[float], list[str]]:
     """Return the middle of each large cell, which is convex, and its name."""
     size, width = len(found.cells), found.high[0] - found.low[0]
@@ -131,7 +127,7 @@ def _centres(found: Slice) -> tuple[list[float], list[float], list[str]]:
     return x, y, names
 
 
-def set_name(experts: Sequence[int]) -> str:
+def set_name(experts: Sequence[float]) -> str:
     """Return a set of experts as text, {3, 7}; a large set is cut."""
     shown = ", ".join(map(str, experts[:MOST_NAMED]))
     return f"{{{shown}, …}}" if len(experts) > MOST_NAMED else f"{{{shown}}}"
@@ -141,7 +137,7 @@ def token_name(text: str | None) -> str:
     """Return a token's text for a plot: escaped, on one line, not long; a word for one without text."""
     if text is None:
         return "token"
-    shown = "↵".join(text.replace("\r\n", "\n").replace("\r", "\n").split("\n"))
+    shown = visible_lines(text)
     cut = shown if len(shown) <= LONGEST_NAME else f"{shown[:LONGEST_NAME]}…"
     return f"“{escaped(cut)}”"
 

@@ -2,8 +2,8 @@
 
 `LayerTokens` has the tokens of a layer in one forward, and routes or runs any points near them: a router that reads more
 than its token (AC reads the cluster) gets the context of the token that a point belongs to. From it come slices
-(`slice_around`, `slice_through`), the output along the normal through a boundary (`output_along_normal`) and the jumps at
-boundaries (`nearest_jumps`).
+(`slice_around`, `slice_through`), the output along the normal through a boundary (`output_along_normal`), the jumps at
+boundaries (`nearest_jumps`), and what an audit says about some of its tokens (`near_boundaries`).
 
 T tokens of the layer, d width, E experts, M points
 """
@@ -11,15 +11,16 @@ T tokens of the layer, d width, E experts, M points
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, final
+from typing import Literal, final
 
 import torch
 from torch import Tensor
 
 from holdfast.auditing.forwards import Observation
 from holdfast.auditing.layer_certificates import route_again
-from holdfast.auditing.model_and_data import AuditedModel
-from holdfast.geometry.affine import AffineKeys, affine_keys, affine_order
+from holdfast.auditing.model_and_data import AuditBatch, AuditedModel, TextEncoder, token_place
+from holdfast.auditing.reports import Boundaries, Mark, Normal, Slice, TieOrder
+from holdfast.geometry import AffineKeys, affine_keys, affine_order, nearest_ties
 from holdfast.geometry.slices import Plane, PlaneKeys, grid, plane_through, slice_ties
 from holdfast.hub import RouterCall
 from holdfast.hub.layers import MoELayerRef
@@ -32,6 +33,9 @@ GRID = 128  # points on each side of a slice
 ALONG = 240  # points of the output along a normal; even, so that none lies on the boundary itself
 STEPS = tuple(10.0 ** (-power / 2) for power in range(2, 9))  # of the largest differences, relative to the token's norm
 STARTS = 128  # places on the normal at which differences are measured
+AUDIT_ORDERS = (1, 2)
+AUDIT_WIDTHS = (0.001, 0.003, 0.01, 0.03, 0.1)  # in shares of a token's norm
+MOST_AUDITED = 256  # tokens of a layer, evenly spaced over the first batch
 
 
 @final
@@ -116,11 +120,33 @@ class LayerTokens:
         ran: Tensor = self.site.experts(inputs, experts.to(inputs.device), weights.to(inputs.device))
         return ran.reshape(len(points), -1).cpu().double()
 
+    @property
+    def most_frequent(self) -> int:
+        """The factors that most tokens have."""
+        return int(self.keys.index.bincount().argmax())
+
     def groups(self) -> Iterator[tuple[Tensor, Order]]:
         """Yield the tokens that share one order of experts, as rows, with that order."""
         for group in self.keys.index.unique().tolist():
             rows = (self.keys.index == group).nonzero().flatten()
             yield rows, Order(self.key_weights(group), self.keys.bias)
+
+    def tie_distances(self, orders: tuple[int, ...], chosen: Tensor | None = None) -> tuple[Tensor, bool]:
+        """Return the distances (T,M) to the nearest ties of some orders, in shares of each token's norm, and whether all
+        are exact. Rows of tokens that are not among `chosen` are left out."""
+        found, all_exact = self.lengths.new_zeros(len(self.tokens), len(orders)), True
+        for rows, order in self.groups():
+            rows = rows if chosen is None else rows[torch.isin(rows, chosen)]
+            if len(rows):
+                ties = nearest_ties(order, self.tokens[rows], self.k, orders)
+                found[rows] = ties.distances / self.lengths[rows].unsqueeze(1)
+                all_exact = all_exact and bool(ties.exact.all())
+        return (found if chosen is None else found[chosen]), all_exact
+
+    def spread(self, most: int) -> Tensor:
+        """Return at most `most` evenly spaced tokens."""
+        count = len(self.tokens)
+        return torch.arange(count) if count <= most else torch.arange(most) * count // most
 
     def flips(self) -> FlipPoints:
         """Return the nearest boundary of every token."""
@@ -155,27 +181,26 @@ def nearest_jumps(layer: LayerTokens, flips: FlipPoints, router: Router | None =
     return jumps(lambda points: layer.run(points, every, router), flips, dtype=layer.tokens.dtype)
 
 
-def slice_through(layer: LayerTokens, tokens: tuple[int, int, int], router: Router | None = None) -> dict[str, Any]:
+def slice_through(layer: LayerTokens, tokens: tuple[int, int, int], router: Router | None = None) -> Slice:
     """Return the slice through three tokens, around all of them, with the keys of the first."""
     plane = plane_through(*(layer.tokens[token] for token in tokens))
     places = plane.coordinates(layer.tokens[list(tokens)])
     low, high = places.amin(0), places.amax(0)
-    found = _slice(layer, plane, (low + high) / 2, float((high - low).max()) * 0.7, tokens[0], router)
-    return {"kind": "tokens", **found, "tokens": [_mark(layer, token, plane) for token in tokens]}
+    return _slice(layer, "tokens", plane, (low + high) / 2, float((high - low).max()) * 0.7, tokens, router)
 
 
-def slice_around(layer: LayerTokens, token: int, router: Router | None = None) -> dict[str, Any]:
+def slice_around(layer: LayerTokens, token: int, router: Router | None = None) -> Slice:
     """Return the slice through a token and its projections onto its two nearest boundaries.
 
     Raise ValueError if there are no two boundaries with different normals.
     """
-    plane = plane_through(layer.tokens[token], *nearest_two(layer, token))
-    projections = plane.coordinates(torch.stack(nearest_two(layer, token)))
+    projected = nearest_two(layer, token)
+    plane = plane_through(layer.tokens[token], *projected)
+    projections = plane.coordinates(torch.stack(projected))
     places = torch.cat([torch.zeros_like(projections[:1]), projections])
     centre = places.mean(0)
     size = 1.8 * float((places - centre).norm(dim=-1).max())
-    found = _slice(layer, plane, centre, size, token, router)
-    return {"kind": "boundaries", **found, "tokens": [_mark(layer, token, plane)]}
+    return _slice(layer, "boundaries", plane, centre, size, (token,), router)
 
 
 def nearest_two(layer: LayerTokens, token: int) -> list[Tensor]:
@@ -200,52 +225,101 @@ def nearest_two(layer: LayerTokens, token: int) -> list[Tensor]:
 
 
 def _slice(
-    layer: LayerTokens, plane: Plane, centre: Tensor, size: float, token: int, router: Router | None
-) -> dict[str, Any]:
+    layer: LayerTokens,
+    kind: Literal["boundaries", "tokens"],
+    plane: Plane,
+    centre: Tensor,
+    size: float,
+    tokens: tuple[int, ...],
+    router: Router | None,
+) -> Slice:
     """Return the slice of a square: exact lines and points, and the sets on a grid, checked by routing every grid point.
 
-    Coordinates are divided by the norm of the token whose keys are used.
+    Keys are those of the first token, and coordinates are divided by its norm.
     """
-    group = int(layer.keys.index[token])
-    keys = PlaneKeys.of(plane, layer.key_weights(group), layer.keys.bias, layer.k)
+    token = tokens[0]
+    keys = PlaneKeys.of(plane, layer.key_weights(int(layer.keys.index[token])), layer.keys.bias, layer.k)
     low, high, unit = centre - size, centre + size, float(layer.lengths[token])
     ties, places = slice_ties(keys, low, high), grid(low, high, GRID)
     sets = keys.sets(places).reshape(-1, layer.k)
     known, cells = sets.unique(dim=0, return_inverse=True)
     points, of = plane.points(places.reshape(-1, 2)), torch.full((GRID * GRID,), token)
-    own = layer.route(points, of)
+    routings = [layer.route(points, of, by) for by in ([None] if router is None else [None, router])]
     member = torch.zeros(len(sets), layer.experts, dtype=torch.bool).scatter(1, sets, True)
-    panels = [_panel(layer, own)] + ([] if router is None else [_panel(layer, layer.route(points, of, router))])
-    return {
-        "unit": unit,
-        "low": (low / unit).tolist(),
-        "high": (high / unit).tolist(),
-        "keys": torch.cat([keys.slopes * unit, keys.offsets.unsqueeze(1)], dim=1).tolist(),
-        "sets": known.tolist(),
-        "cells": cells.view(GRID, GRID).tolist(),
-        "lines": [
-            [*(ends.flatten() / unit).tolist(), *pair] for ends, pair in zip(ties.lines, ties.pairs.tolist(), strict=True)
-        ],
-        "points": [
-            [*(point / unit).tolist(), *triple] for point, triple in zip(ties.points, ties.triples.tolist(), strict=True)
-        ],
-        "disagree": int((member & ~own.chosen.cpu()).any(1).sum()),
-        "panels": panels,
-    }
+    extra = [(routing.used.sum(-1) - layer.k).clamp_min(0) for routing in routings]
+    marks = (plane.coordinates(layer.tokens[list(tokens)]) / unit).tolist()
+    return Slice(
+        kind=kind,
+        unit=unit,
+        low=(low / unit).tolist(),
+        high=(high / unit).tolist(),
+        keys=torch.cat([keys.slopes * unit, keys.offsets.unsqueeze(1)], dim=1).tolist(),
+        sets=known.tolist(),
+        cells=cells.view(GRID, GRID).tolist(),
+        lines=_joined(ties.lines.flatten(1) / unit, ties.pairs),
+        points=_joined(ties.points / unit, ties.triples),
+        disagree=int((member & ~routings[0].chosen.cpu()).any(1).sum()),
+        extra=[each.view(GRID, GRID).tolist() if bool(each.any()) else None for each in extra],
+        tokens=[Mark(number, x, y, None) for number, (x, y) in zip(tokens, marks, strict=True)],
+    )
 
 
-def _panel(layer: LayerTokens, routing: Routing) -> dict[str, Any]:
-    """Return how many experts beyond k a router uses at each grid point; None if it never uses more."""
-    extra = (routing.used.sum(-1) - layer.k).clamp_min(0)
-    return {"extra": extra.view(GRID, GRID).tolist() if bool(extra.any()) else None}
+def _joined(places: Tensor, experts: Tensor) -> list[list[float]]:
+    return [[*place, *tied] for place, tied in zip(places.tolist(), experts.tolist(), strict=True)]
 
 
-def _mark(layer: LayerTokens, token: int, plane: Plane) -> dict[str, Any]:
-    across, up = plane.coordinates(layer.tokens[token]).tolist()
-    return {"token": token, "x": across, "y": up}
+def named(found: Slice, layer: LayerTokens, batch: AuditBatch, encoder: TextEncoder | None) -> Slice:
+    """Return the slice with the texts of its tokens."""
+    texts = [token_place(batch, int(layer.rows[mark.token]), encoder).text for mark in found.tokens]
+    return replace(found, tokens=[replace(mark, text=text) for mark, text in zip(found.tokens, texts, strict=True)])
 
 
-def output_along_normal(layer: LayerTokens, flips: FlipPoints, token: int, router: Router | None = None) -> dict[str, Any]:
+def central_token(layer: LayerTokens, flips: FlipPoints) -> int:
+    """Return the token whose distance to its nearest boundary, in shares of its norm, is the median."""
+    relative = flips.distances / layer.lengths
+    return int((relative - relative.median()).abs().argmin())
+
+
+def near_boundaries(
+    audited: AuditedModel, observed: Observation, batch: AuditBatch, encoder: TextEncoder | None
+) -> list[Boundaries]:
+    """Return for each layer the share of some tokens near ties of two and of three experts, or the reason why it has none.
+
+    The layer with the most tokens near ties of two experts has a slice as well.
+    """
+    found: list[Boundaries] = []
+    known: dict[int, LayerTokens] = {}
+    for layer in range(len(audited.moe_layers)):
+        try:
+            tokens = LayerTokens.of(audited, layer, observed)
+        except ValueError as reason:  # its ties are not flats
+            found.append(Boundaries(str(reason)))
+            continue
+        if tokens.k == tokens.experts:
+            found.append(Boundaries("every token uses every expert."))
+            continue
+        known[layer] = tokens
+        distances, exact = tokens.tie_distances(AUDIT_ORDERS, tokens.spread(MOST_AUDITED))
+        shares = [shares_within(of_order, AUDIT_WIDTHS) for of_order in distances.t()]
+        orders = [TieOrder(*each) for each in zip(AUDIT_ORDERS, shares, strict=True)]
+        found.append(Boundaries(None, len(distances), list(AUDIT_WIDTHS), exact, orders))
+    if known:
+        worst = max(known, key=lambda layer: (found[layer].orders[0].shares[2], -layer))
+        tokens = known[worst]
+        try:
+            drawn = slice_around(tokens, central_token(tokens, tokens.flips()))
+        except ValueError:  # there are no two boundaries with different normals
+            return found
+        found[worst] = replace(found[worst], slice=named(drawn, tokens, batch, encoder))
+    return found
+
+
+def shares_within(distances: Tensor, widths: tuple[float, ...]) -> list[float]:
+    """Return the share of `distances (T,)` within each width."""
+    return [float((distances <= width).double().mean()) for width in widths]
+
+
+def output_along_normal(layer: LayerTokens, flips: FlipPoints, token: int, router: Router | None = None) -> Normal:
     """Return the layer's output on the normal through the nearest boundary of a token, for both routers.
 
     `change` is the output minus that just before the boundary, along the direction of its own jump there (if it is
@@ -261,28 +335,26 @@ def output_along_normal(layer: LayerTokens, flips: FlipPoints, token: int, route
         points = flips.points[token] + at.unsqueeze(1).to(flips.points) * flips.normals[token]
         return layer.run(points, torch.full((len(at),), token), by)
 
-    curves = [outputs(positions, by) for by in ([None] if router is None else [None, router])]
+    routers = [None] if router is None else [None, router]
+    curves = [outputs(positions, by) for by in routers]
     before = curves[0][ALONG // 2 - 1]
     jump = curves[0][ALONG // 2] - before
     whole = curves[0][-1] - curves[0][0]
     along = jump if float(jump.norm()) > 0.05 * float(whole.norm()) else whole
     along = along / along.norm().clamp_min(torch.finfo(torch.float64).tiny)
     starts = reach * (torch.arange(STARTS, dtype=torch.float64) / (STARTS - 1) * 2 - 1)
-    largest = []
-    for by in [None] if router is None else [None, router]:
-        row = []
-        for step in STEPS:
-            first = torch.cat([starts, starts.new_tensor([-step * length / 2])])
-            apart = outputs(first + step * length, by) - outputs(first, by)
-            row.append(float(apart.norm(dim=-1).max()) / size)
-        largest.append(row)
-    return {
-        "token": token,
-        "distance": distance / length,
-        "leaves": int(flips.leaving[token]),
-        "enters": int(flips.entering[token]),
-        "positions": (positions / length).tolist(),
-        "change": [((curve - before) @ along / size).tolist() for curve in curves],
-        "steps": list(STEPS),
-        "largest": largest,
-    }
+
+    def largest(step: float, by: Router | None) -> float:
+        first = torch.cat([starts, starts.new_tensor([-step * length / 2])])
+        return float((outputs(first + step * length, by) - outputs(first, by)).norm(dim=-1).max()) / size
+
+    return Normal(
+        token=token,
+        distance=distance / length,
+        leaves=int(flips.leaving[token]),
+        enters=int(flips.entering[token]),
+        positions=(positions / length).tolist(),
+        change=[((curve - before) @ along / size).tolist() for curve in curves],
+        steps=list(STEPS),
+        largest=[[largest(step, by) for step in STEPS] for by in routers],
+    )
