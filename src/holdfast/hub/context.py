@@ -205,6 +205,8 @@ class ContextCapture:
         if self.is_idle:
             attention = self.layer_modules.attention
             self._handles.append(attention.register_forward_pre_hook(self._capture_arguments, with_kwargs=True))
+            if self.sequence_aware:  # its block may be called without the attention before it
+                self._handles.append(self.layer_modules.block.register_forward_pre_hook(self._capture_shape))
 
     @property
     def is_idle(self) -> bool:
@@ -400,6 +402,10 @@ class ContextCapture:
             return
         self._mask_was_read = True
         require_one_sequence_in_a_row(mask, real)
+
+    def _capture_shape(self, block: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if inputs and inputs[0].dim() == 3 and not self.layer_modules.windowed:
+            self._thread.captured.shape = inputs[0].shape[:-1]
 
     def _capture_arguments(self, attention: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Capture shape, mask and KV cache of the attention. Raise ValueError if the router cannot separate sequences."""

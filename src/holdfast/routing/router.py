@@ -223,8 +223,6 @@ class Router(nn.Module):
         """Return (T,G) bool: the groups of tokens whose load is balanced separately; None if no part declares groups."""
         groups = None
         for part in parts:
-            if type(part).balance_groups is Part.balance_groups:  # most parts: this saves their calls
-                continue
             of_part = part.balance_groups(tokens, context)
             if of_part is not None:
                 groups = of_part if groups is None else (groups.unsqueeze(-1) & of_part.unsqueeze(-2)).flatten(-2)
