@@ -100,6 +100,7 @@ def test_the_newest_complete_checkpoint_is_found_by_its_number(tmp_path: Path) -
     assert len(reasons) == 1 and mentions(reasons[0], str(tmp_path / "checkpoint-11"), "checkpoint.json")
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_to_the_same_numbers(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
     """SIGKILL in the middle of a cell, after a checkpoint and a snapshot."""
     code = (
