@@ -22,7 +22,7 @@ def test_a_folder_is_measured_and_its_page_is_written_and_rendered_again(
     given = ["geometry", str(folder), "--text", str(text), *QUICK, "--out", str(out)]
     assert main(given) == 0
     shown = capsys.readouterr().out
-    assert "within 1%, order 1" in shown and "Largest jumps" in shown and "What if: the router smooth" in shown
+    assert "flipped" in shown and "order" in shown and "Largest jumps" in shown and "What if: the router smooth" in shown
     report: Any = GeometryReport.load(out / "geometry.json")
     assert report.data.source and report.model.name == str(folder) and report.data.tokens >= 96
     assert report.settings.what_if == "smooth" and report.layers[0].pictures.slices

@@ -49,7 +49,7 @@ def test_four_remedies_are_measured_and_the_page_is_rendered_again(
 def test_the_table_has_every_remedy_with_intervals(folder: Path, text: Path, capsys: Any) -> None:
     assert main(["mismatch", str(folder), "--text", str(text), *QUICK, "--router", "smooth[budget=0.25]"]) == 0
     shown = capsys.readouterr().out
-    for part in ("live", "replay", "smooth[budget=0.25]", "float32", "99.9%", "outside", "by layer", "minus live"):
+    for part in ("live", "replay", "smooth[budget=0.25]", "float32", "99.9%", "outside", "by layer", "intervals"):
         assert part in shown, part
     assert "All numbers" not in shown and "batches of 1" in " ".join(shown.split())  # a narrow terminal breaks lines
 
