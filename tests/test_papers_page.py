@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from tiers import quick_or_slow
 
 from holdfast.cli.common import changes
 from holdfast.planning.meta_model import Change, Choice, sparsify_on_meta
@@ -19,6 +20,7 @@ from holdfast.train.start import HEADS
 PAGE = (Path(__file__).parent.parent / "docs" / "papers.md").read_text(encoding="utf-8")
 CODE = [code.replace("\\|", "|") for code in re.findall(r"`([^`\n]+)`", PAGE)]
 COMMANDS = sorted({code for code in CODE if code.startswith("holdfast ") and "--" in code})
+COMPARISONS = [command for command in COMMANDS if command.startswith("holdfast compare")]
 CHECKPOINTS = {
     "google-bert/bert-large-uncased": ("bert", 24),
     "microsoft/Phi-3-mini-4k-instruct": ("phi3", 32),
@@ -71,7 +73,7 @@ def test_the_page_covers_the_five_papers() -> None:
     assert "issue" not in PAGE
 
 
-@pytest.mark.parametrize("command", [command for command in COMMANDS if command.startswith("holdfast compare")])
+@pytest.mark.parametrize("command", quick_or_slow(COMPARISONS, COMPARISONS[::6]))
 def test_every_router_of_a_comparison_of_the_page_can_be_built_with_its_recipe(command: str) -> None:
     given = options(command)
     assert set(given) <= {"", "--recipe", "--routers", "--set", "--no-match-compute"}

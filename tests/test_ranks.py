@@ -6,6 +6,7 @@ import pytest
 from ranks import on_ranks
 
 
+@pytest.mark.slow
 def test_a_script_that_waits_for_ever_is_ended_with_what_it_printed(tmp_path: Path) -> None:
     script = tmp_path / "waits.py"
     script.write_text("import time\nprint('so far', flush=True)\ntime.sleep(600)\n")
@@ -20,6 +21,7 @@ def test_a_process_that_fails_shows_its_error(tmp_path: Path) -> None:
         on_ranks(script, processes=1)
 
 
+@pytest.mark.slow
 def test_a_process_that_fails_ends_the_others(tmp_path: Path) -> None:
     script = tmp_path / "fails.py"
     first = "    if os.environ['RANK'] == '1':\n        raise ValueError('this is why')\n"
@@ -28,6 +30,7 @@ def test_a_process_that_fails_ends_the_others(tmp_path: Path) -> None:
         on_ranks(script, patience=60)
 
 
+@pytest.mark.slow
 def test_lines_of_two_processes_do_not_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONUNBUFFERED", "1")
     script = tmp_path / "prints.py"

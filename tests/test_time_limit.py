@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -12,6 +14,7 @@ def outcome(*options: str) -> str:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
 
 
+@pytest.mark.slow
 def test_tests_that_start_too_late_are_skipped_with_the_reason() -> None:
     printed = outcome("--stop-after=0")
     assert "passed" not in printed and "the time for tests, 0 s, was over" in printed

@@ -43,6 +43,7 @@ def test_attacked_images_stay_in_the_ball_and_are_images(
         assert result.realised > 0.9 * budget  # and they use what they may
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", NORMS)
 def test_accuracy_falls_with_the_budget_to_zero_and_pgd_is_at_least_as_strong_as_fgsm(norm: Norm, digits: Digits) -> None:
     model, images, labels = digits

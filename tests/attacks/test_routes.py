@@ -73,6 +73,7 @@ def test_flips_are_those_beyond_the_certificate_whatever_the_router(seed: int, k
     assert result.flipped[radius < 0.999 * budget].all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", NORMS)
 def test_the_smallest_flip_found_is_the_exact_radius(norm: Norm) -> None:
     """From a budget many times as large, by bisection along the way to the nearest plane."""

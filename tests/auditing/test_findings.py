@@ -65,6 +65,7 @@ def test_groups_that_no_token_connects_are_found() -> None:
     assert found["disconnected", 0].number == 4
 
 
+@pytest.mark.slow
 def test_any_change_of_a_repeated_forward_comes_before_all_else() -> None:
     model = tiny("mixtral")
     gate(model, 2).register_forward_pre_hook(lambda module, given: (given[0] + 1e-3 * torch.randn_like(given[0]),))
@@ -86,6 +87,7 @@ def test_a_change_by_other_sequences_is_severe() -> None:
     assert found[0].severity == "severe" and found[0].threshold == 0
 
 
+@pytest.mark.slow
 def test_every_finding_is_beyond_its_threshold_and_harmless_ones_are_not_made_up() -> None:
     report = audit(tiny("mixtral"), batches(4))
     for finding in diagnose(report):

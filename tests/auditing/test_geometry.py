@@ -48,6 +48,7 @@ def report() -> Any:
     return holdfast.measure_geometry(sparse(), list(batches()), name="a sparse llama", **QUICK)
 
 
+@pytest.mark.slow
 def test_shares_near_ties_are_those_of_direct_calls(report: Any) -> None:
     """The tokens of the two batches, from a trace of the model itself; 3 of 51 rows have 6 tokens of padding."""
     model, found = sparse(), []

@@ -227,6 +227,7 @@ class TestEveryWayToGenerate:
         assert torch.equal(cached.sequences, generate(model, ids, mask, use_cache=False, **options).sequences)
         assert not torch.equal(cached.sequences[0], cached.sequences[1])
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("how", ["prompt lookup", "assistant"])
     def test_guesses_that_are_taken_back(
         self, kind: str, attention: str, router: str, how: str, moved: dict[str, int]
@@ -313,6 +314,7 @@ def kernel(
     return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, allowed, **{**options, "is_causal": False})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("router", [*AWARE, "ac+symphony+attention+smooth"])
 @pytest.mark.parametrize("kind", ["llama", "sliding"])
 def test_attention_that_takes_no_mask_but_padding_and_a_window_gives_the_same_tokens(kind: str, router: str) -> None:

@@ -47,6 +47,7 @@ def state_of(model: Any) -> list[torch.Tensor]:
     return [value.clone() for router in routers_of(model) for _, value in sorted(router.snapshot().items())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("router", "family", "layers"), COMBINATIONS.values(), ids=COMBINATIONS)
 def test_a_combination_of_the_papers_trains_and_is_saved(router: str, family: str, layers: str, tmp_path: Path) -> None:
     torch.manual_seed(0)

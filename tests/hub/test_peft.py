@@ -78,6 +78,7 @@ def test_the_losses_of_routers_are_in_the_loss_of_a_wrapped_model() -> None:
     torch.testing.assert_close(total, without(input_ids=IDS, labels=IDS).loss + torch.stack(seen).sum())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "router", "targets"),
     [

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import quick_or_slow
 from tiny_dense import CONFIGS, LAYERS, inputs, outputs, tiny_dense
 from torch import Tensor
 
@@ -59,7 +60,7 @@ def test_parameters_are_those_of_the_experts_and_a_router(family: str) -> None:
 
 
 @pytest.mark.parametrize("init", ["copy", "random"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", quick_or_slow(FAMILIES, FAMILIES[:3]))
 def test_a_few_steps_reduce_the_loss(family: str, init: Any) -> None:
     model, batch = tiny_dense(family), inputs(family)
     holdfast.sparsify(model, experts=4, router="symphony+smooth", init=init, losses=holdfast.Losses(balance=0.01))

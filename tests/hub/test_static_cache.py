@@ -1,6 +1,7 @@
 """Decoding with a static KV cache: one compiled graph for all tokens, and the result of growing rows."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -186,7 +187,9 @@ def test_a_part_that_does_not_declare_static_rows_gets_rows_that_grow() -> None:
     assert all(capture.static_rows for capture in model._holdfast.captures)
 
     class Grows(type(model._holdfast.captures[0].router.inform[0])):  # type: ignore[misc]
-        static_rows = False
+        @property
+        def declares(self) -> Any:
+            return replace(super().declares, static_rows=False)
 
     for layer in model.model.layers:
         layer.mlp.gate.holdfast.inform[0].__class__ = Grows

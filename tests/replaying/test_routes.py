@@ -278,6 +278,7 @@ def test_replay_is_for_its_own_thread_and_task() -> None:
     assert all(map(torch.equal, asyncio.run(both()), expected))
 
 
+@pytest.mark.slow
 def test_replay_of_a_compiled_model_runs_it_uncompiled() -> None:
     torch.compiler.reset()
     model = holdfast.reroute(tiny("mixtral"), "native")

@@ -41,7 +41,7 @@ def page_of(**given: Any) -> Results:
 def test_the_table_has_a_column_for_each_key_and_a_baseline_in_each_setting() -> None:
     rows = by_column(main_table(page_of()))
     assert [row["sparse.k"] for row in rows] == ["1", "1", "2", "2"] and {row["training.steps"] for row in rows} == {"12"}
-    assert [row["difference, clean"] == "baseline" for row in rows] == [True, False, True, False]
+    assert [row["clean, difference"] == "baseline" for row in rows] == [True, False, True, False]
     assert list(rows[0])[:3] == ["router", "sparse.k", "training.steps"]
     assert "sparse.k" not in main_table(parse(stored())).columns
 

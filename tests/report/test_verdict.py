@@ -101,7 +101,7 @@ def test_a_router_that_sees_later_tokens_is_not_ranked() -> None:
     told = verdict(parse(content))
     assert len(told) == 3 and not any("capacity" in sentence for sentence in told[:2])
     assert told[2] == "capacity sees later tokens, so its perplexity is not compared with that of the others."
-    assert by_column(main_table(parse(content)))[2]["difference, clean"] == "sees later tokens"
+    assert by_column(main_table(parse(content)))[2]["clean, difference"] == "sees later tokens"
     page = render(parse(content))
     assert "capacity (sees later tokens)" in page
     content["rows"] = [row, *content["rows"][:2]]

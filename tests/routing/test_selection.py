@@ -97,6 +97,7 @@ def test_relu_weights_are_the_positive_logits() -> None:
     assert routing.weights.tolist() == [[2.0, 0.5, 0.0, 0.0], [0.0] * 4]
 
 
+@pytest.mark.slow
 def test_the_l1_coefficient_steers_the_number_of_experts_to_k() -> None:
     """In a layer that learns a small regression, from about half of the experts active."""
     torch.manual_seed(0)

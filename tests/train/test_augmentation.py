@@ -240,6 +240,7 @@ def test_the_loop_and_the_trainer_see_the_same_images(case: str, digits: Callabl
     assert [line["loss"] for line in other] != [line["loss"] for line in found[0][0]]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_and_every_router_see_the_same_images(digits: Callable[..., Recipe], tmp_path: Path) -> None:
     recipe = digits({"training.augment": ALL, "training.steps": 6, "training.save_every": 2, "training.warmup": 0})
     whole = SingleRun(recipe, parse_router("smoe"), 1, tmp_path / "whole").run()

@@ -31,6 +31,7 @@ def as_text(results: list[dict[str, Any]]) -> str:
     return json.dumps(results, sort_keys=True)
 
 
+@pytest.mark.slow
 def test_a_comparison_gives_the_same_numbers_every_time(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
     recipe = tiny({"training.steps": 4})
     first = Comparison(recipe, parse_routers("smoe,symphony+smooth"), 2, tmp_path / "a").run()
@@ -57,6 +58,7 @@ def test_every_test_token_is_scored_once_and_all_routers_see_the_same_batches(
     assert results[0]["first_batch"] != results[0]["last_batch"]
 
 
+@pytest.mark.slow
 def test_a_router_of_strength_zero_reproduces_the_baselines_curve_exactly(
     tiny: Callable[..., Recipe], tmp_path: Path
 ) -> None:

@@ -102,6 +102,7 @@ def test_a_compiled_step_that_agrees_is_used_and_trains_the_same(router: str, ca
         torch.testing.assert_close(compiled_state[name].float(), value.float(), atol=1e-4, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_the_comparison_changes_neither_weights_nor_state_nor_random_numbers() -> None:
     model = build("symphony")
     step = step_of(model)
@@ -134,6 +135,7 @@ def test_wrong_gradients_are_found_and_the_step_stays_as_it_is(factor: float, ca
     assert torch.equal(loss, step_of(plain)(batch()).loss)
 
 
+@pytest.mark.slow
 def test_a_wrong_router_state_is_found(caplog: pytest.LogCaptureFixture) -> None:
     model = build()
     model.transformer.ln_f = nn.Sequential(model.transformer.ln_f, WrongIfCompiled(3.0, of_state=True))

@@ -78,6 +78,7 @@ def test_an_attack_never_reduces_the_error(results: list[dict[str, Any]]) -> Non
         assert result["trials"]["corruptions"]["figure"] == pytest.approx(sum(errors) / len(errors)) and len(errors) > 10
 
 
+@pytest.mark.slow
 def test_a_budget_of_0_is_no_attack(digits: Callable[..., Recipe], tmp_path: Path) -> None:
     recipe = digits({"attack.budget": 0.0, "attack.examples": 999, "training.steps": 2, "attack.steps": 1})
     (result,) = Comparison(recipe, parse_routers("symphony+smooth"), 1, tmp_path / "run").run()

@@ -91,7 +91,7 @@ def test_the_papers_layers_are_sparse_and_a_step_of_training_works(name: str, fo
     assert len(view["images"]) == 8 and {shown["label"] for shown in view["images"]} == {"blue", "green", "red"}
     side = max(SIDES[name])
     for shown in view["images"]:
-        assert shown["grid"] == [side, side] and len(shown["pixels"]) == 32
+        assert shown["grid"] == [side, side] and shown["width"] == 32
         assert [len(layer) for layer in shown["experts"]] == [side * side] * len(SPARSE[name])
 
 

@@ -137,7 +137,8 @@ def show(table: Table | rich.table.Table) -> None:
         column.overflow = "fold"
         column.min_width = max(column.min_width or 0, _needed(console, column))
     frame = table.padding[1] + table.padding[3] + 1  # around a cell
-    console.width = max(console.width, 1 + sum(column.min_width + frame for column in table.columns if column.min_width))
+    frames = frame * (len(table.columns) - (not table.show_edge))
+    console.width = max(console.width, 1 + frames + sum(column.min_width or 0 for column in table.columns))
     console.print(table, crop=False)
 
 

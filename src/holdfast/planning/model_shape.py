@@ -18,7 +18,6 @@ from unittest.mock import patch
 import torch
 import torch.distributed
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from holdfast.hub.families import DENSE_FAMILIES, DenseFamily, MoEFamily, find_submodule, moe_family
 from holdfast.hub.layers import MoELayerRef, moe_layers
@@ -517,11 +516,13 @@ def _runs_once_per_sequence(model: Any, name: str) -> bool:
 
 
 @contextmanager
-def counting(*, causal_half: bool = True) -> Iterator[FlopCounterMode]:
+def counting(*, causal_half: bool = True) -> Iterator[Any]:
     """Count the FLOPs of the matrix products inside the `with`, including those of Holdfast's operators.
 
     causal_half     count the half of the pairs of tokens that causal mixing needs; False: the full square
     """
+    from torch.utils.flop_counter import FlopCounterMode  # imports Triton
+
     with FlopCounterMode(display=False, custom_mapping=_operator_flops(causal_half)) as counter:
         yield counter
 

@@ -53,15 +53,15 @@ def main_table(results: Results, *, brief: bool = False) -> Table:
         for key in results.swept:
             yield key, written_value(row.settings[key]) if key in row.settings else NONE
         yield "seeds", str(len(row.seeds))
-        yield "parameters", f"{row.parameters:,}"
+        yield "weights", f"{row.parameters:,}"
         yield "experts per token", decimal(row.experts_per_token)
         yield f"clean {name}", decimal(row.clean, digits)
-        yield "difference, clean", difference(row, row.clean_difference, row.clean)
+        yield "clean, difference", difference(row, row.clean_difference, row.clean)
         if some:
             yield f"clean {name}, attacked examples", decimal(row.clean_beside_attacked, digits)
         yield f"attacked {name}", decimal(row.attacked, digits)
         if not (brief and costs):
-            yield "difference, attacked", difference(row, row.attacked_difference, row.attacked)
+            yield "attacked, difference", difference(row, row.attacked_difference, row.attacked)
         if results.targets_are_attacked:
             yield KEPT.format("clean"), decimal(row.clean_kept)
             yield KEPT.format("attacked"), decimal(row.attacked_kept)
