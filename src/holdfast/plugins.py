@@ -96,8 +96,8 @@ class Registry(Generic[Entry]):
     def unknown(self, name: object, known: Iterable[str]) -> str:
         """Return the error for a name that is not in `known`."""
         return (
-            f"{unknown_name(self.kind, name, known)} {self._a.capitalize()} of your own is loaded with --plugin FILE, or by "
-            "importing the module that registers it."
+            f"{unknown_name(self.kind, name, known)} {self._a.capitalize()} of your own is loaded with --plugin FILE, by "
+            'holdfast.load_plugin("FILE"), or by importing the module that registers it.'
         )
 
     @property
@@ -231,7 +231,11 @@ def require_plugins(stored: Any, what: str, *, without: Iterable[str] = (), warn
         }
         for kind, names in missing.items():
             if names and kind not in without:
-                how = "install that package" if checksum is None else "name the file with --plugin FILE"
+                how = (
+                    "install that package"
+                    if checksum is None
+                    else 'name the file with --plugin FILE or holdfast.load_plugin("FILE")'
+                )
                 needed = f"{registries[kind].kind} {names[0]!r}"
                 raise ValueError(f"{what} needs {needed} of the plugin {entry['name']}{stamp}: {how}.")
         is_loaded = not any(missing.values())

@@ -179,7 +179,7 @@ def test_a_router_of_another_kind_of_layer_is_refused_by_name() -> None:
         ("softmoe+smooth", "both replace the stage 'select'"),
         ("softmoe+xmoe", "both replace the stage 'score'"),
         ("softmoe+smear", "both replace the stage 'score'"),
-        ("smear+ac", "linear in its tokens"),
+        ("smear+ac", "subclasses LinearScore; SequenceScore does not"),
         ("smear+similarity", "the same scores, so Similarity would change nothing"),
         ("smear+attention[heads=2]", "the same scores, so [A-Za-z]+ would change nothing"),
         ("softmoe[slots=0]", "at least 1"),

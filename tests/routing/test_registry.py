@@ -142,6 +142,19 @@ def test_a_new_part_joins_the_grammar(scratch_name: str) -> None:
     assert holdfast.list_routers()["scratch"] == "twice the linear score (none)"
 
 
+def test_a_score_without_its_sizes_is_named(scratch_name: str) -> None:
+    @holdfast.register(scratch_name, stage="score", about="", paper="")
+    class Unsized(Score):
+        def __init__(self) -> None:
+            super().__init__()
+
+        def forward(self, tokens: torch.Tensor, context: holdfast.Context) -> torch.Tensor:
+            return tokens
+
+    with pytest.raises(ValueError, match=r"^Unsized must set self\.dim and self\.experts in its constructor\.$"):
+        holdfast.create_router(scratch_name, dim=8, experts=8)
+
+
 def test_a_name_can_replace_several_stages(scratch_name: str) -> None:
     """As `smoe-dropout` does; the parts are imported when first used, and the slots are taken."""
     holdfast.register(

@@ -225,6 +225,18 @@ class Ascending(TopK):
         return chosen._replace(experts=chosen.experts.flip(-1), weights=chosen.weights.flip(-1))
 
 
+class ReturnsATuple(TopK):
+    def forward(self, scores: Scores, tokens: Tensor, context: Context) -> Any:
+        return super().forward(scores, tokens, context)[:2]
+
+
+class DividesByZero(TopK):
+    def forward(self, scores: Scores, tokens: Tensor, context: Context) -> Selection:
+        chosen = super().forward(scores, tokens, context)
+        weights = scores.gates.gather(-1, chosen.experts)
+        return chosen._replace(weights=weights / weights.sum(-1, keepdim=True))
+
+
 class HigherIndexFirst(TopK):
     def forward(self, scores: Scores, tokens: Tensor, context: Context) -> Selection:
         mirrored = Scores(scores.logits.flip(-1), scores.gates.flip(-1), scores.informed)
@@ -335,6 +347,12 @@ def denies(**traits: bool) -> Router:
 
 BROKEN: dict[str, tuple[Callable[[], Router], str, str]] = {
     "slots ascending": (lambda: with_select(Ascending(DIM, EXPERTS, 2)), "contract", "sorted"),
+    "returns a tuple": (
+        lambda: with_select(ReturnsATuple(DIM, EXPERTS, 2)),
+        "contract",
+        "ReturnsATuple must return a Selection, but it returned a tuple",
+    ),
+    "divides by a sum of 0": (lambda: with_select(DividesByZero(DIM, EXPERTS, 2)), "contract", "all gates 0"),
     "fails on T = 0": (lambda: with_score(NotWhenEmpty(DIM, EXPERTS)), "empty batch", "amax"),
     "swallows NaN": (lambda: with_score(SwallowsNaN(DIM, EXPERTS)), "bad input", "does not raise ValueError"),
     # Not every CPU rounds at "medium".

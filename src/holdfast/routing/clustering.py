@@ -91,7 +91,7 @@ class Clustered(Score, StatefulPart):
             names = ", ".join(name for name, is_given in given.items() if is_given)
             raise ValueError(f"features='random' uses no spreads, so {names} would have no effect; remove one of the two.")
         if not isinstance(base, ScalableScore):
-            raise ValueError(f"clustering needs a score that is linear in its tokens; {type(base).__name__} is not.")
+            raise ValueError(f"clustering needs a score that subclasses LinearScore; {type(base).__name__} does not.")
         mix = min(base.mixed_clusters, clusters) if mix is None else mix
         if not 1 <= mix <= clusters:
             raise ValueError(f"mix is {mix}; it must be between 1 and the number of clusters, {clusters}.")

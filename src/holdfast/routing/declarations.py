@@ -82,23 +82,29 @@ class Scales:
 class Order:
     """Keys that are affine in the token and ordered as its logits: keys = z combine^T + bias, z = (x * m) matrix^T.
 
-    Keys also have the sign of the logits, unless `shifted`: then the logits are the keys plus a number that is the same for
-    all experts of a token. It changes neither a top-k nor a softmax.
+    matrix      (n,d): the matrix that the score multiplies tokens with, in its own dtype
+    bias        (E,): added to the keys; None is 0
+    combine     (E,n) float64, rows of length 1; None: the products are the keys, n = E
+    roundings   with `combine`: the number of float32 roundings of a logit after the product
+    scales      m, the factors of each token's features; None is 1
+    shifted     False: keys have the sign of the logits. True: the logits are the keys plus a number that is the same for
+                all experts of a token, which changes neither a top-k nor a softmax
+    rounding    a bound of the float32 rounding error of a key, besides the product and the bias: from the l2 lengths of
+                tokens (T,1) to errors (T,1) or (T,E), increasing
+    block       (T,): which block of columns of the matrix (n, blocks * d) a token is multiplied with; None: there is one.
+                It excludes `scales` and `combine`
+    values      how logits follow from the keys, for certificates that need more than their order; None: unknown
     """
 
-    matrix: Tensor  # (n,d): the matrix that the score multiplies tokens with, in its own dtype
-    bias: Tensor | None = None  # (E,)
-    combine: Tensor | None = None  # (E,n) float64, rows of length 1; None: the products are the keys, n = E
-    roundings: int = 0  # with `combine`: the number of float32 roundings of a logit after the product
-    scales: Scales | None = None  # m; None is 1
+    matrix: Tensor
+    bias: Tensor | None = None
+    combine: Tensor | None = None
+    roundings: int = 0
+    scales: Scales | None = None
     shifted: bool = False
-    # A bound of the float32 rounding error of a key, besides the product and the bias: from the l2 lengths of tokens (T,1)
-    # to errors (T,1) or (T,E), increasing.
     rounding: Callable[[Tensor], Tensor] | None = None
-    # (T,): which block of columns of the matrix (n, blocks * d) a token is multiplied with; None: there is one. It excludes
-    # `scales` and `combine`.
     block: Tensor | None = None
-    values: Values | None = None  # how logits follow from the keys, for those that need more than their order; None: unknown
+    values: Values | None = None
 
 
 @final
@@ -320,32 +326,55 @@ INTEGER = 8  # bytes
 @final
 @dataclass(frozen=True)
 class LayerSizes:
-    """The sizes of the layer that a cost is declared for."""
+    """The sizes of the layer that a cost is declared for.
 
-    dim: int  # width of a token
+    dim                 width of a token
+    experts             how many experts the layer has
+    length              tokens of a sequence
+    heads               of the attention before the layer
+    key_width           of a head
+    value_width         of a head
+    number              bytes of a number of the model
+    expert_parameters   of one expert
+    causal              whether a token sees only the tokens before it
+    previous_experts    of the MoE layer before; None: as many as this layer has
+    """
+
+    dim: int
     experts: int
-    length: int  # tokens of a sequence
-    heads: int  # of the attention before the layer
-    key_width: int  # of a head
-    value_width: int  # of a head
-    number: int  # bytes of a number of the model
-    expert_parameters: int = 0  # of one expert
-    causal: bool = False  # a token sees only the tokens before it
-    previous_experts: int | None = None  # of the MoE layer before; None: as many as this layer has
+    length: int
+    heads: int
+    key_width: int
+    value_width: int
+    number: int
+    expert_parameters: int = 0
+    causal: bool = False
+    previous_experts: int | None = None
 
 
 @final
 @dataclass(frozen=True)
 class Cost:
-    """What one part keeps and sends in one layer: bytes per token, except `summed` and `summed_again`."""
+    """What one part keeps and sends in one layer: bytes per token, except `summed` and `summed_again`.
 
-    part: str  # the name of the row in a plan
-    flops: float = 0.0  # of a `layer_cost`: FLOPs of its forward; the products of parts are counted by running them
-    kept: float = 0.0  # bytes kept for the backward
-    cached: float = 0.0  # bytes kept in the cache while decoding
-    summed: int = 0  # bytes that each rank contributes to sums over ranks in a training forward
-    summed_again: int = 0  # of these bytes, those that a recomputation sums again
-    gathered: float = 0.0  # bytes per token that each rank sends to all others in a training forward and a recomputation
+    part            the name of the row in a plan
+    flops           of a `layer_cost` only: FLOPs of its forward; those of parts are counted by running them
+    kept            bytes kept for the backward
+    cached          bytes kept in the cache while decoding
+    summed          bytes that each rank contributes to sums over ranks in a training forward
+    summed_again    of these bytes, those that a recomputation sums again
+    gathered        bytes that each rank sends to all others in a training forward and a recomputation
+
+    The conformance suite counts `cached`, `summed` and `gathered`; it does not measure the others.
+    """
+
+    part: str
+    flops: float = 0.0
+    kept: float = 0.0
+    cached: float = 0.0
+    summed: int = 0
+    summed_again: int = 0
+    gathered: float = 0.0
 
 
 @final
@@ -353,14 +382,20 @@ class Cost:
 class ActiveExperts:
     """How many experts a token uses on average, and how many slots a layer allocates for it.
 
+    training    experts of a token in training
+    inference   experts of a token in evaluation; every token has so many if `about` is empty
+    slots       slots of a token, at least the largest number of experts of a token
+    about       why the numbers are estimates
+    rows        rows of experts that a layer allocates for a token in training; None: one for each slot
+
     In a layer of another kind than "moe" these are the rows that experts compute, divided by the number of tokens.
     """
 
     training: float
     inference: float
     slots: float
-    about: str = ""  # why the numbers are estimates
-    rows: float | None = None  # rows of experts that a layer allocates for a token in training; None: one for each slot
+    about: str = ""
+    rows: float | None = None
 
     @property
     def training_rows(self) -> float:

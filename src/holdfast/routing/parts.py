@@ -58,67 +58,98 @@ class Traits:
 
 @dataclass(frozen=True)
 class Declarations:
-    """What a part may declare. Each field has a default; a function is called when an instrument needs its result."""
+    """What a part may declare. Each field has a default; a function is called when an instrument needs its result.
 
-    # What the part keeps and sends in a layer, without the parts that it wraps. None: plans do not count it.
+    cost                what the part keeps and sends in a layer, without the parts that it wraps; None: plans count only its
+                        parameters, state and FLOPs
+    snapshot            tensors to watch during training, by name; "graph" (E,E) is a learned expert graph
+    static_rows         whether its rows of earlier tokens may be kept in tensors of a static KV cache's full length
+    wants_token_counts  whether training passes to `use_token_counts` how often each token id occurs in its data
+
+    With `static_rows`, `cache.extend` also returns rows that are not written yet, which the mask of `Context.visible_tokens`
+    excludes, and the current tokens are not the last rows (`Context.excludes_later_tokens`, `RouterCache.current`).
+    Otherwise rows grow by one for each token.
+    """
+
     cost: Callable[[LayerSizes], Cost] | None = None
-    # Tensors to watch during training, by name. "graph" (E,E) is a learned expert graph.
     snapshot: Callable[[], Mapping[str, Tensor]] = dict
-    # Whether its rows of earlier tokens may be kept in tensors of a static KV cache's full length. Then `cache.extend` also
-    # returns rows that are not written yet, which the mask of `Context.visible_tokens` excludes, and the current tokens are
-    # not the last rows (`Context.excludes_later_tokens`, `RouterCache.current`). Otherwise rows grow by one for each token.
     static_rows: bool = False
-    wants_token_counts: bool = False  # training passes to `use_token_counts` how often each token id occurs in its data
+    wants_token_counts: bool = False
 
 
 @dataclass(frozen=True)
 class ScoreDeclarations(Declarations):
-    """What a score may declare."""
+    """What a score may declare, besides the fields of `Declarations`.
 
-    # Keys, one per expert, that are affine in the token (tokens and context are given) and have the order of its logits.
-    # None: no certificate is known.
+    order               keys, one per expert, that are affine in the token (tokens and context are given) and have the order
+                        of its logits; None: no certificate is known
+    reusable_score      the score that a later `reroute` of the same layer may use again
+    reads_tokens        False: logits depend on the context only, so no change of the tokens changes the routing
+    scores_sequence     True: all tokens of a sequence have the same logits; a token-side informer is an error
+    scores_all          False: a token has scores for selected experts only; a selector that asks others is an error
+    """
+
     order: Callable[[Tensor, Context], Order | None] | None = None
-    reusable_score: "Score | None" = None  # the score that a later `reroute` of the same layer may use again
-    reads_tokens: bool = True  # False: logits depend on the context only, so no change of the tokens changes the routing
-    scores_sequence: bool = False  # all tokens of a sequence have the same logits; a token-side informer is an error
-    scores_all: bool = True  # False: a token has scores for selected experts only; a selector that asks others is an error
+    reusable_score: "Score | None" = None
+    reads_tokens: bool = True
+    scores_sequence: bool = False
+    scores_all: bool = True
 
 
 @dataclass(frozen=True)
 class InformerDeclarations(Declarations):
-    """What an informer may declare; None: no certificate is known."""
+    """What an informer may declare, besides the fields of `Declarations`; None: no certificate is known.
 
-    graph: Callable[[], Tensor] | None = None  # the matrix A (E,E) of an expert-side informer, g = p A^T
-    # How a token-side informer mixes tokens (B,N,d) in a context, and how much a perturbation up to a radius in a norm
-    # changes the mixing.
+    graph   the matrix A (E,E) of an expert-side informer, g = p A^T
+    mixing  how a token-side informer mixes tokens (B,N,d) in a context, and how much a perturbation up to a radius in a norm
+            changes the mixing
+    """
+
+    graph: Callable[[], Tensor] | None = None
     mixing: Callable[[Tensor, Context, Norm], Mixing] | None = None
 
 
 @dataclass(frozen=True)
 class SelectorDeclarations(Declarations):
-    """What a selector may declare."""
+    """What a selector may declare, besides the fields of `Declarations`.
 
-    conditions: Callable[[Scores], Conditions | None] | None = None  # under which tokens keep their set in evaluation
-    # The size of the hard core, which is certified and compared as a token's set; None if that is the whole set. Experts
-    # outside the core enter and leave with weight 0, which is not a flip.
+    conditions      the conditions under which tokens keep their set in evaluation; None: no certificate is known
+    core            the size of the hard core, which is certified and compared as a token's set; None: that is the whole set.
+                    Experts outside the core enter and leave with weight 0, which is not a flip
+    levels          (B,N,E): the values whose differences are the gaps between experts, in the order of selection
+    active          how many experts a token uses in a layer; None: plans count all
+    layer_cost      what the layer keeps and computes besides its router and its experts' rows
+    overflow        the share of experts that lost their row to `most_rows` in the last training batch; None: no batch loses
+                    any. If it is positive, training traits do not hold for the batch: its other tokens have changed the
+                    selection
+    fixed_sets      in evaluation, a token's set depends on its id only, whatever its scores are
+    equal_loads     in training every expert gets the same number of tokens: losses of counts have no gradient
+    rule            the name of the rule by which it ranks and weighs experts
+    weights_option  the option `weights` of `TopK` that weighs experts as this selector does; None: there is none
+    takes_informers False: it does not read gates, so a router with an informer is an error
+    takes_noise     False: it does not read scores in training, so a router with noise is an error
+    asks_others     tokens that an expert has no place for ask other experts, in the order of their scores
+    not_limited     why no capacity may limit this selector; None: it may
+    in_onnx         False: ONNX lacks operators that it needs, so exporting it is an error
+    refuses_causal  a causal model may not use it: the user has not asked for a router that is not causal
+    """
+
+    conditions: Callable[[Scores], Conditions | None] | None = None
     core: int | None = None
-    # (B,N,E): the values whose differences are the gaps between experts, in the order of selection.
     levels: Callable[[Scores], Tensor] = attrgetter("logits")
-    active: Callable[[LayerSizes], ActiveExperts] | None = None  # experts of a token in a layer; None: plans count all
-    layer_cost: Callable[[LayerSizes], Cost] | None = None  # what the layer keeps besides its router and its experts' rows
-    # The share of experts that lost their row to `most_rows` in the last training batch; None: no batch loses any. If it is
-    # positive, training traits do not hold for the batch: its other tokens have changed the selection.
+    active: Callable[[LayerSizes], ActiveExperts] | None = None
+    layer_cost: Callable[[LayerSizes], Cost] | None = None
     overflow: Tensor | None = None
-    fixed_sets: bool = False  # in evaluation, a token's set depends on its id only, whatever its scores are
-    equal_loads: bool = False  # in training every expert gets the same number of tokens: losses of counts have no gradient
-    rule: str | None = None  # the name of the rule by which it ranks and weighs experts
-    weights_option: Literal["softmax", "switch"] | None = None  # the option of `TopK` that weighs experts as this selector
-    takes_informers: bool = True  # False: it does not read gates, so a router with an informer is an error
-    takes_noise: bool = True  # False: it does not read scores in training, so a router with noise is an error
-    asks_others: bool = False  # tokens that an expert has no place for ask other experts, in the order of their scores
-    not_limited: str | None = None  # why no capacity may limit this selector; None: it may
-    in_onnx: bool = True  # False: ONNX lacks operators that it needs, so exporting it is an error
-    refuses_causal: bool = False  # a causal model may not use it: the user has not asked for a router that is not causal
+    fixed_sets: bool = False
+    equal_loads: bool = False
+    rule: str | None = None
+    weights_option: Literal["softmax", "switch"] | None = None
+    takes_informers: bool = True
+    takes_noise: bool = True
+    asks_others: bool = False
+    not_limited: str | None = None
+    in_onnx: bool = True
+    refuses_causal: bool = False
 
 
 class Part(nn.Module, ABC):
@@ -185,7 +216,7 @@ class Part(nn.Module, ABC):
 
 
 class Score(Part):
-    """The stage score (abstract): computes logits from tokens."""
+    """The stage score (abstract): computes logits from tokens. Its constructor sets `self.dim` and `self.experts`."""
 
     dim: int
     experts: int

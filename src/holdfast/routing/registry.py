@@ -105,7 +105,8 @@ class Registry(NamedEntries[Preset]):
     def resolve(self, written: str, options: Mapping[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         """Return the name without brackets, and all options: those in brackets, with checked types, and `options`.
 
-        `k` is an option of every router. A name with layers is an error: `layer_names.resolve_layers` reads those.
+        `k` is an argument of every router, and an option in brackets if a part uses it. A name with layers is an error:
+        `layer_names.resolve_layers` reads those.
         Raise ValueError if an option is unknown, or if it is given both in brackets and in `options`.
         """
         names, bracketed = split_options(written)

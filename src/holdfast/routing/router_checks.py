@@ -13,6 +13,8 @@ def check_parts(score: Score, select: Selector, inform: Sequence[Informer]) -> N
     for part, kind in ((score, Score), (select, Selector), *((informer, Informer) for informer in inform)):
         if not isinstance(part, kind):
             raise ValueError(f"Router(score, select, inform) expected a {kind.__name__}, but got a {type(part).__name__}.")
+    if not (hasattr(score, "dim") and hasattr(score, "experts")):
+        raise ValueError(f"{type(score).__name__} must set self.dim and self.experts in its constructor.")
     for side in ("expert", "token"):
         count = sum(informer.side == side for informer in inform)
         if count > 1:

@@ -41,7 +41,10 @@ ATTEMPTS = 5
 
 
 def contract(subject: RouterUnderTest) -> None:
-    """Check shapes, dtypes, the order of slots, unused slots, and that evaluation returns no losses."""
+    """Check shapes, dtypes, the order of slots, unused slots, and that evaluation returns no losses.
+
+    Check that weights are finite if all gates are 0: an informer may return such gates.
+    """
     tokens = subject.tokens()
     for training in (True, False):
         router = subject.build().train(training)
@@ -60,6 +63,11 @@ def contract(subject: RouterUnderTest) -> None:
         assert (routing.used.long().diff(dim=-1) <= 0).all(), "an unused slot comes before a used one"
         assert (routing.chosen.sum(-1) == routing.used.sum(-1)).all(), "a token has the same expert twice"
         assert training or not routing.losses, f"losses in evaluation: {list(routing.losses)}"
+    if router.select.declares.takes_informers:
+        logits = routing.logits.unflatten(0, tokens.shape[:2])
+        scores = Scores.from_gates(torch.zeros_like(logits), logits)
+        weights = router.select(scores, tokens, subject.context(tokens)).weights
+        assert weights.isfinite().all(), "weights are not finite if an informer makes all gates 0"
 
 
 def empty_batch(subject: RouterUnderTest) -> None:

@@ -3,11 +3,12 @@
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from holdfast.routing import Attention, Context, Previous, Router, RouterCache, Routing
+from holdfast.routing import Attention, Context, Previous, Router, RouterCache, Routing, Selection
 
 TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 1.5e-5  # an ARM processor rounds one gradient of `xmoe+ac` 1.1e-5 away from the naive one
@@ -52,9 +53,11 @@ class RouterUnderTest:
     def warm_up(self, batches: int = 3) -> "RouterUnderTest":
         """Return the same router after a few training forwards: with state at its start, mistakes could stay hidden."""
         router = self.build()
+        hook = router.select.register_forward_hook(_require_selection)
         for seed in range(batches):
             tokens = self.tokens(seed=100 + seed)
             router(tokens, self.context(tokens))
+        hook.remove()
         return replace(self, prototype=router.eval())
 
     def tokens(self, sequences: int = 3, length: int = 17, seed: int = 0) -> Tensor:
@@ -75,6 +78,13 @@ class RouterUnderTest:
             token_ids=(tokens.detach()[..., 0] * 1000).long().abs() % VOCABULARY,
             modality=(tokens.detach()[..., 1] > 0).long(),
         )
+
+
+def _require_selection(select: nn.Module, inputs: Any, selection: Any) -> None:
+    """Check what a selector returns, before the router reads it."""
+    assert isinstance(selection, Selection), (
+        f"the forward of {type(select).__name__} must return a Selection, but it returned a {type(selection).__name__}"
+    )
 
 
 def _fixed(rows: int, columns: int, seed: int) -> Tensor:
