@@ -155,6 +155,17 @@ def test_a_score_without_its_sizes_is_named(scratch_name: str) -> None:
         holdfast.create_router(scratch_name, dim=8, experts=8)
 
 
+def test_a_part_without_a_constructor_of_its_own_has_no_options(scratch_name: str) -> None:
+    @holdfast.register(scratch_name, stage="score", about="the same score for every expert", paper="")
+    class Sum(Score):
+        dim, experts = 8, 4
+
+        def forward(self, tokens: torch.Tensor, context: Any) -> torch.Tensor:
+            return tokens.sum(-1, keepdim=True).expand(*tokens.shape[:-1], 4)
+
+    assert isinstance(holdfast.create_router(scratch_name, dim=8, experts=4).score, Sum)
+
+
 def test_a_name_can_replace_several_stages(scratch_name: str) -> None:
     """As `smoe-dropout` does; the parts are imported when first used, and the slots are taken."""
     holdfast.register(

@@ -277,7 +277,9 @@ def _load(part: type[Part] | str) -> type[Part]:
 # A model builds a router for each layer, and reading signatures took most of the time of building one.
 @functools.cache
 def _parameters(part: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(part).parameters
+    parameters = inspect.signature(part).parameters
+    packed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)  # of a part without a constructor of its own
+    return {name: parameter for name, parameter in parameters.items() if parameter.kind not in packed}
 
 
 @functools.cache
