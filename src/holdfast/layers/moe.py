@@ -46,10 +46,12 @@ class RoutedLayer(nn.Module, ABC):
                 f"{LAYER_NAMES[router.select.layer_kind]} instead of {LAYER_NAMES[self.kind]}."
             )
         self.router, self.experts, self.shared = router, experts, shared
+        # Read once: torch.compile of torch 2.11 cannot trace the declarations.
+        self._refuses_causal = router.select.declares.refuses_causal
 
     def forward(self, tokens: Tensor, context: Context | None = None) -> tuple[Tensor, Routing]:
         context = context or Context()
-        if context.causal and self.router.select.declares.refuses_causal:
+        if context.causal and self._refuses_causal:
             raise ValueError(not_causal(LAYER_NAMES[self.kind]))
         if context.token_mask is not None:
             tokens = context.zero_unusable(tokens.view(*context.token_mask.shape, -1)).view(tokens.shape)
