@@ -38,7 +38,7 @@ def test_a_file_opens_a_saved_folder_and_gets_its_own_arguments(saved: Path, tmp
     script = tmp_path / "opens.py"
     script.write_text(OPENS)
     done = started("--", script, saved, "--model", "hf", "--", "--help")
-    assert done.stdout == f"{script} ['--model', 'hf', '--', '--help'] __main__ 4\n", done.stderr
+    assert done.stdout == f"{script} ['--model', 'hf', '--', '--help'] __main__ 1\n", done.stderr
     assert done.returncode == 0
     alone = subprocess.run([sys.executable, script, saved], capture_output=True, text=True)
     assert alone.returncode == 1 and "holdfast" in alone.stderr  # the folder is refused without
@@ -50,7 +50,7 @@ def test_processes_that_the_program_starts_open_it_too(saved: Path, tmp_path: Pa
     (tmp_path / "opens.py").write_text(OPENS)
     program = "import subprocess, sys; subprocess.run([sys.executable, *sys.argv[1:]], check=True)"
     done = started("--", "python", "-c", program, tmp_path / "opens.py", saved)
-    assert done.stdout.endswith("__main__ 4\n") and done.returncode == 0, done.stderr
+    assert done.stdout.endswith("__main__ 1\n") and done.returncode == 0, done.stderr
 
 
 def test_a_program_that_uses_no_transformers_imports_nothing_and_keeps_its_exit_code() -> None:
@@ -94,7 +94,7 @@ def test_a_program_opens_a_folder_with_the_router_of_a_plugin(tmp_path: Path) ->
     subprocess.run([sys.executable, "-c", make, tmp_path / "outside.py", tmp_path / "out"], check=True, capture_output=True)
     (tmp_path / "opens.py").write_text(OPENS)
     done = started("--plugin", tmp_path / "outside.py", "--", tmp_path / "opens.py", tmp_path / "out")
-    assert done.stdout.endswith("__main__ 4\n") and done.returncode == 0, done.stderr
+    assert done.stdout.endswith("__main__ 1\n") and done.returncode == 0, done.stderr
 
 
 def test_a_wrong_plugin_is_one_sentence_before_the_program_starts(command: Command) -> None:
