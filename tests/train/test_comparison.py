@@ -109,7 +109,7 @@ def test_routers_that_see_later_tokens_stand_apart(tiny: Callable[..., Recipe], 
         for difference in (row.clean_difference, row.attacked_difference, row.scores["clean"].difference):
             assert (difference is None) == is_apart
     table = main_table(Results.load(tmp_path / "run"))
-    place = table.columns.index("difference, clean")
+    place = table.columns.index("clean, difference")
     assert [row[place] for row in table.rows][3:] == ["sees later tokens"] * 4
 
 

@@ -224,7 +224,7 @@ def test_the_command_prints_one_table_and_writes_one_page(
     given = ["compare", "--routers=smoe,smoe[k=3]", "--seeds=1", "--no-match-compute", "--sweep", "sparse.k=1,2"]
     done = command(*given, "--set", *(f"{key}={value}" for key, value in changes.items()), columns=200)
     assert done.returncode == 0, done.stderr
-    assert re.search(r"^router +sparse\.k +parameters", done.stdout, flags=re.MULTILINE)
+    assert re.search(r"^router +sparse\.k +weights", done.stdout, flags=re.MULTILINE)
     assert re.search(r"^smoe\[k=3\] +2 .* 3\.00", done.stdout, flags=re.MULTILINE)
     assert "2 settings of sparse.k were trained" in done.stdout and "Fewer than 3 seeds cannot show" in done.stdout
     page = Path("comparison/report.html").read_text()
