@@ -1,6 +1,7 @@
 """Perturbations of every kind inside a radius, and whether one of them flips a token."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 
 import torch
 from certificates.certified_routers import generator
@@ -55,7 +56,7 @@ def finite(radius: Tensor, tokens: Tensor) -> Tensor:
     return radius.minimum(100 * (tokens.double().abs().amax(-1) + 1))
 
 
-def probe(sets: Sets, tokens: Tensor, radius: Tensor, norm: Norm, tries: Iterator[Tensor]) -> tuple[int, int]:
+def probe(sets: Sets, tokens: Tensor, radius: Tensor, norm: Norm, tries: Iterable[Tensor]) -> tuple[int, int]:
     """Return the number of pairs of a token and a perturbation within its radius, and how many of them flipped."""
     with torch.no_grad():
         clean = sets(tokens)
@@ -67,8 +68,22 @@ def probe(sets: Sets, tokens: Tensor, radius: Tensor, norm: Norm, tries: Iterato
     return tried, changed
 
 
-def sets_of(router: Router, context: Context | None = None, core: int | None = None) -> Sets:
-    """Return a function to the selected sets of a router, or to its `core` best experts."""
+def require_sound(
+    sets: Sets, keys: Callable[[Tensor], Tensor], tokens: Tensor, found: Certificates, count: int, least: float
+) -> None:
+    """Fail if a perturbation within the radius flips a token, or if fewer than `least` pairs of both were tried.
+
+    Perturbations are those along the slopes of `keys`, in which margins are measured, and `count` others.
+    """
+    normal = steepest(slopes(keys, tokens, found), found.norm)
+    tries = chain([normal, -normal], directions(tokens, found.norm, count))
+    tried, changed = probe(sets, tokens, found.radius, found.norm, tries)
+    assert tried > least and changed == 0
+
+
+def sets_of(router: Router, context: Context | None = None) -> Sets:
+    """Return a function to the selected sets of a router, or to those that are certified: its `core` best experts."""
+    core = router.select.declares.core
 
     def sets(tokens: Tensor) -> Tensor:
         routing = router(tokens, context)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -149,34 +150,28 @@ def test_records_are_frozen_and_hold_float64() -> None:
         found.kind = "exact"  # type: ignore[misc]
 
 
-def test_mistakes_raise_one_line_errors() -> None:
-    made, tokens = plain(), torch.randn(4, 6)
-    with pytest.raises(ValueError, match=r"'l_2'.*'l2'"):
-        certify(made, tokens, norm="l_2")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"1 of 4 tokens.*NaN"):
-        certify(made, tokens.index_fill(0, torch.tensor([2]), math.nan))
-    with pytest.raises(ValueError, match=r"\(4, 5\).*\(B, N, 6\).*\(T, 6\)"):
-        certify(made, tokens[:, :5])
-    with pytest.raises(ValueError, match=r"\(B, N, 12\)"):
-        certify(build("similarity")[0], torch.randn(4, 12))
-    with pytest.raises(ValueError, match="eval"):
-        certify(plain().train(), tokens)
-    with pytest.raises(ValueError, match="cache"):
-        certify(made, tokens, Context(cache=RouterCache()))
-    with pytest.raises(ValueError, match="Gate"):
-        certify(Gate(torch.eye(6), 1), tokens, Context())
-    with pytest.raises(ValueError, match=r"Router.*Gate"):
-        certify("smoe", tokens)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"\bk\b.* 7"):
-        Gate(torch.eye(6), 7)
-    with pytest.raises(ValueError, match=r"bias.*\(2,\).*\b6\b"):
-        Gate(torch.eye(6), 1, bias=torch.zeros(2))
-    with pytest.raises(ValueError, match="finite"):
-        Gate(torch.full((2, 2), math.nan), 1)
-    with pytest.raises(ValueError, match="floating-point"):
-        certify(made, tokens, arithmetic=torch.int32)
-    with pytest.raises(ValueError, match="cache"):
-        MajorityVote(made, Smoothing(sigma=1.0), context=Context(cache=RouterCache()))
+MADE, TOKENS = plain(), torch.randn(4, 6)
+MISTAKES: list[tuple[Callable[[], object], str]] = [
+    (lambda: certify(MADE, TOKENS, norm="l_2"), r"'l_2'.*'l2'"),  # type: ignore[arg-type]
+    (lambda: certify(MADE, TOKENS.index_fill(0, torch.tensor([2]), math.nan)), r"1 of 4 tokens.*NaN"),
+    (lambda: certify(MADE, TOKENS[:, :5]), r"\(4, 5\).*\(B, N, 6\).*\(T, 6\)"),
+    (lambda: certify(build("similarity")[0], torch.randn(4, 12)), r"\(B, N, 12\)"),
+    (lambda: certify(plain().train(), TOKENS), "eval"),
+    (lambda: certify(MADE, TOKENS, Context(cache=RouterCache())), "cache"),
+    (lambda: certify(Gate(torch.eye(6), 1), TOKENS, Context()), "Gate"),
+    (lambda: certify("smoe", TOKENS), r"Router.*Gate"),  # type: ignore[arg-type]
+    (lambda: Gate(torch.eye(6), 7), r"\bk\b.* 7"),
+    (lambda: Gate(torch.eye(6), 1, bias=torch.zeros(2)), r"bias.*\(2,\).*\b6\b"),
+    (lambda: Gate(torch.full((2, 2), math.nan), 1), "finite"),
+    (lambda: certify(MADE, TOKENS, arithmetic=torch.int32), "floating-point"),
+    (lambda: MajorityVote(MADE, Smoothing(sigma=1.0), context=Context(cache=RouterCache())), "cache"),
+]
+
+
+@pytest.mark.parametrize(("call", "says"), MISTAKES, ids=[says for _, says in MISTAKES])
+def test_mistakes_raise_one_line_errors(call: Callable[[], object], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        call()
 
 
 @pytest.mark.parametrize("name", ["softmoe", "smear", "softmoe+symphony"])
