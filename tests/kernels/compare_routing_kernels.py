@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from holdfast.kernels.clusters import TILE
@@ -247,8 +246,7 @@ def graphs(device: str, experts: int, k: int, padded: bool) -> None:
     real = torch.rand(150) < 0.7
     chosen = torch.zeros(150, experts).scatter(1, top_reference(logits, k), 1.0)
     chosen = chosen * real[:, None] if padded else chosen
-    part = tl.bfloat16 if device == "cuda" else tl.float32
-    got = select_triton.count_pairs(logits.to(device), from_a_mask(real.to(device)) if padded else None, k, 64, part)
+    got = select_triton.count_pairs(logits.to(device), from_a_mask(real.to(device)) if padded else None, k, 64)
     same(got.sum(0), chosen.t() @ chosen)
 
 

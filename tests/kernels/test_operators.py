@@ -53,8 +53,6 @@ CALLS: dict[str, list[Any]] = {
     "projected_norms": [f32(T, D), f32(D, 16), None, H],
     "put_head": [f32(1, N, D), ((1,), I64), H, H],
     "require_finite": [f32(T, E), f32(T, D), ((20,), I64), None],
-    "scaled_matmul_float32": [f32(T, D), f32(T, E), f32(E, D), f32(E, D)],
-    "scaled_matmul_float32_backward": [f32(T, E), f32(T, D), f32(T, E), f32(E, D), f32(E, D)],
     "softmax_mix": [*ROWS, *(None,) * 7, [], False, True, 0.5, 0.0],
     "softmax_mix_backward": [
         *(f32(1, T, E), None, f32(1, T, E), f32(1, T), *ROWS, *(None,) * 7),
