@@ -81,6 +81,21 @@ def require_sound(
     assert tried > least and changed == 0
 
 
+def share_of_search(sets: Sets, tokens: Tensor, found: Certificates) -> float:
+    """Return the median share of the distances, of tokens (T,2), that a search of the plane finds; fail if one is larger."""
+    shares = []
+    for x, distance in zip(tokens, found.distance.flatten().tolist(), strict=True):
+        line = torch.linspace(-3 * distance, 3 * distance, 201, dtype=torch.float64)
+        offsets = torch.cat([torch.zeros(1, 2, dtype=torch.float64), torch.cartesian_prod(line, line)])
+        lengths = offsets.norm(dim=1) if found.norm == "l2" else offsets.abs().amax(1)
+        chosen = sets((x.double() + offsets).float())
+        other = lengths[(chosen != chosen[0]).any(1)]
+        if len(other):
+            assert distance <= float(other.min()) * 1.0001
+            shares.append(distance / float(other.min()))
+    return sorted(shares)[len(shares) // 2]
+
+
 def sets_of(router: Router, context: Context | None = None) -> Sets:
     """Return a function to the selected sets of a router, or to those that are certified: its `core` best experts."""
     core = router.select.declares.core

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from certificates.certified_routers import build, generator
+from certificates.certified_routers import build, generator, linear_score
 from torch import Tensor
 
-from holdfast.certificates import Certificates, Gate, MajorityVote, NoCertificate, Smoothing, certify
+from holdfast.certificates import Certificates, Gate, MajorityVote, NoCertificate, Smoothing, certify, undecided
 from holdfast.routing import Context, Cosine, Linear, Router, RouterCache, Score, TopK, create_router
 
 
@@ -75,11 +75,7 @@ def test_the_summary_is_json_and_the_share_falls_with_the_radius() -> None:
 
 
 def test_a_zero_token_has_no_finite_relative_radius() -> None:
-    score = Linear(2, 2, bias=True)
-    with torch.no_grad():
-        score.weight.copy_(torch.eye(2))
-        score.bias.copy_(torch.tensor([1.0, 0.0]))  # type: ignore[union-attr]
-    made = Router(score, select=TopK(2, 2, 1)).eval()
+    made = Router(linear_score(torch.eye(2), [1.0, 0.0]), select=TopK(2, 2, 1)).eval()
     found = certify(made, torch.tensor([[0.0, 0.0], [0.0, 1.0]]))
     assert found.relative.tolist() == [math.inf, 0.0]
 
@@ -150,7 +146,7 @@ def test_records_are_frozen_and_hold_float64() -> None:
         found.kind = "exact"  # type: ignore[misc]
 
 
-MADE, TOKENS = plain(), torch.randn(4, 6)
+MADE, TOKENS, VOTES = plain(), torch.randn(4, 6), Smoothing(sigma=1.0, samples=10)
 MISTAKES: list[tuple[Callable[[], object], str]] = [
     (lambda: certify(MADE, TOKENS, norm="l_2"), r"'l_2'.*'l2'"),  # type: ignore[arg-type]
     (lambda: certify(MADE, TOKENS.index_fill(0, torch.tensor([2]), math.nan)), r"1 of 4 tokens.*NaN"),
@@ -164,11 +160,21 @@ MISTAKES: list[tuple[Callable[[], object], str]] = [
     (lambda: Gate(torch.eye(6), 1, bias=torch.zeros(2)), r"bias.*\(2,\).*\b6\b"),
     (lambda: Gate(torch.full((2, 2), math.nan), 1), "finite"),
     (lambda: certify(MADE, TOKENS, arithmetic=torch.int32), "floating-point"),
-    (lambda: MajorityVote(MADE, Smoothing(sigma=1.0), context=Context(cache=RouterCache())), "cache"),
+    (lambda: undecided(MADE, TOKENS, torch.int64), "floating-point"),
+    (lambda: undecided(MADE, TOKENS, torch.float32, accumulate=torch.bfloat16), "no kernel sums in a shorter type"),
+    (lambda: undecided(MADE, TOKENS, torch.float32, rounding="wors"), "'worst'"),  # type: ignore[arg-type]
+    (lambda: Smoothing(sigma=-1.0), r"sigma.* -1"),
+    (lambda: Smoothing(sigma=1.0, alpha=0.0), r"alpha.* 0"),
+    (lambda: Smoothing(sigma=1.0, samples=0), "at least 1"),
+    (lambda: certify(MajorityVote(MADE, VOTES), TOKENS * math.nan), "NaN"),
+    (lambda: certify(MajorityVote(MADE, VOTES), TOKENS.long()), "floating"),
+    (lambda: certify(MajorityVote(plain().train(), VOTES), TOKENS), "eval"),
+    (lambda: MajorityVote(lambda rows: MADE(rows), VOTES, context=Context()), "callable"),
+    (lambda: MajorityVote(MADE, VOTES, context=Context(cache=RouterCache())), "cache"),
 ]
 
 
-@pytest.mark.parametrize(("call", "says"), MISTAKES, ids=[says for _, says in MISTAKES])
+@pytest.mark.parametrize(("call", "says"), MISTAKES, ids=range(len(MISTAKES)))
 def test_mistakes_raise_one_line_errors(call: Callable[[], object], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         call()

@@ -4,25 +4,20 @@ import math
 
 import pytest
 import torch
-from certificates.certified_routers import EXACT, build, generator
+from certificates.certified_routers import EXACT, build, generator, linear_score
 from certificates.naive import effective_weights, plane_radii, relu_radii
 from certificates.probing import sets_of
 from torch import Tensor
 
 from holdfast.certificates import NORMS, Gate, Norm, certify, undecided
-from holdfast.routing import Context, Linear, Router, TopK, create_router
+from holdfast.routing import Context, Router, TopK, create_router
 from holdfast.routing.selection import Softmax
 
 SWAPPING = [name for name in EXACT if "remoe" not in name]
 
 
 def by_hand(weight: list[list[float]], k: int = 1, bias: list[float] | None = None) -> Router:
-    score = Linear(len(weight[0]), len(weight), bias=bias is not None)
-    with torch.no_grad():
-        score.weight.copy_(torch.tensor(weight))
-        if score.bias is not None:
-            score.bias.copy_(torch.tensor(bias))
-    return Router(score, select=TopK(len(weight[0]), len(weight), k)).eval()
+    return Router(linear_score(weight, bias), select=TopK(len(weight[0]), len(weight), k)).eval()
 
 
 def radii_of(made: Router, tokens: Tensor, context: Context, norm: Norm) -> tuple[list[float], list[Tensor]]:

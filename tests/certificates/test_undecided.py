@@ -1,7 +1,6 @@
 """The numerical certificate: against real products in short types, against products summed one by one, and by hand."""
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -106,16 +105,13 @@ def test_from_a_width_of_256_on_every_token_is_undecided_with_bfloat16_sums() ->
 
 @pytest.mark.parametrize("dtype", SHORT, ids=str)
 @pytest.mark.parametrize("dim", [40, 512])
-def test_no_decided_token_flips_between_float32_and_a_short_type(
-    dim: int, dtype: torch.dtype, record_property: Callable[[str, object], None]
-) -> None:
+def test_no_decided_token_flips_between_float32_and_a_short_type(dim: int, dtype: torch.dtype) -> None:
     """And a good share of the undecided tokens does flip."""
     flipped = called = 0
     for seed in range(4):
         tokens, weight = example(4000, dim, 32, seed)
         flips, alarm = flips_and_alarm(Gate(weight, 4), tokens, dtype)
         flipped, called = flipped + flips, called + alarm
-    record_property("share of undecided tokens that flip", flipped / called)
     assert flipped / called > 0.05
     assert called < 0.12 * 4 * 4000
 
@@ -193,13 +189,3 @@ def test_a_bias_is_rounded_too() -> None:
     gate = Gate(weight, 2, bias=3 * torch.randn(16, generator=generator(2)))
     for dtype in SHORT:
         assert flips_and_alarm(gate, tokens, dtype)[0] > 0
-
-
-def test_mistakes_raise_one_line_errors() -> None:
-    gate, tokens = Gate(torch.eye(2), 1), torch.ones(1, 2)
-    with pytest.raises(ValueError, match="floating-point"):
-        undecided(gate, tokens, torch.int64)
-    with pytest.raises(ValueError, match="no kernel sums in a shorter type"):
-        undecided(gate, tokens, torch.float32, accumulate=torch.bfloat16)
-    with pytest.raises(ValueError, match="'worst'"):
-        undecided(gate, tokens, torch.float32, rounding="wors")  # type: ignore[arg-type]

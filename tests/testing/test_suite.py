@@ -41,7 +41,7 @@ DIM, EXPERTS = 24, 7
 def with_part(build: Callable[..., Any]) -> Router:
     """Return a router with one part made by `build`, a class or a partial call of one; its other parts are plain."""
     torch.manual_seed(0)
-    kind = getattr(build, "func", build)
+    kind: Any = getattr(build, "func", build)
     if issubclass(kind, Informer):
         return toy_parts.build(build())
     if issubclass(kind, Linear):

@@ -220,8 +220,8 @@ def describe_router(router: Router, tokens: Tensor, context: Context, norm: Norm
     if router.fixed_sets:  # they do not depend on the tokens: there is no condition, and the radius is infinite
         router(tokens, context)  # raises ValueError if the context lacks what the router reads
         scoring = score_geometry(name, Order(tokens.new_zeros(router.experts, tokens.shape[-1])), tokens, norm)
-        real, select = context.real_tokens(tokens), type(router.select).__name__
-        return CertifiedRouter(scoring, lambda scores: keep_always(scores.key), select, SOFTMAX, real)
+        real, by = context.real_tokens(tokens), type(router.select).__name__
+        return CertifiedRouter(scoring, lambda scores: keep_always(scores.key), by, SOFTMAX, real)
     order = None if declared is None else declared(tokens, context)
     if order is None:
         raise NoCertificate(f"no certificate is known for {name}: it declares no order")

@@ -239,13 +239,6 @@ def _mm_combine_backward_anywhere(
     return grad_hidden, of_weight, grad_slots, of_bias
 
 
-def _mm_combine_backward_fake(
-    grad: Tensor, hidden: Tensor, weight: Tensor, slot_weights: Tensor, *rest: Any
-) -> tuple[Tensor, ...]:
-    bias, _, wants = rest[-3:]
-    return like_wanted(grad, (hidden, weight, slot_weights, bias), (True, wants[1], True, wants[3]))
-
-
 _PLAN = "Tensor order, Tensor slots, Tensor offsets, Tensor? bias"
 _gather_mm = operator(
     f"gather_mm(Tensor tokens, Tensor weight, {_PLAN}) -> Tensor",
@@ -269,7 +262,9 @@ _mm_combine_backward = operator(
     f"mm_combine_backward(Tensor grad, Tensor hidden, Tensor weight, Tensor slot_weights, {_PLAN}, str glu, bool[] wants) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     _mm_combine_backward_anywhere,
-    _mm_combine_backward_fake,
+    lambda grad, hidden, weight, slot_weights, order, slots, offsets, bias, glu, wants: like_wanted(
+        grad, (hidden, weight, slot_weights, bias), (True, wants[1], True, wants[3])
+    ),
     devices=EVERYWHERE,
 )
 

@@ -124,7 +124,7 @@ Inputs = tuple[Any, ...]
 def _terms_and_value(inputs: Inputs, causal: bool, scale: float, second_scale: float) -> tuple[ScoreTerms, Tensor]:
     """Return the terms of the scores, and the values without those of padding."""
     query, key, value, *others = inputs
-    terms = ScoreTerms(query, key, *others, causal, scale, second_scale).prepared()
+    terms = ScoreTerms._make((query, key, *others, causal, scale, second_scale)).prepared()
     return terms, only_real(value, terms.real)
 
 

@@ -96,10 +96,10 @@ class ScoreTerms(NamedTuple):
         query, key = self.query.float(), only_real(self.key, self.real)
         second_query = None if self.second_query is None else self.second_query.float()
         second_key = None if self.second_key is None else only_real(self.second_key, self.real)
-        operands = (query, key, second_query, second_key, self.bias)
+        operands: tuple[Tensor | None, ...] = (query, key, second_query, second_key, self.bias)
         if _overflows(query, key, self.scale) or _overflows(second_query, second_key, self.second_scale):
             operands = tuple(None if operand is None else operand.double() for operand in operands)
-        return ScoreTerms(*operands, *self[len(operands) :])
+        return ScoreTerms._make((*operands, *self[len(operands) :]))
 
     def scores(self, rows: slice, columns: slice) -> Tensor:
         """Return (G, block, keys), -inf where not allowed."""
