@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from changed_models import trainer_of
 from tiny import tiny
 from tiny_dense import TEXT, tiny_dense
 from torch import Tensor, nn
@@ -110,11 +111,8 @@ def test_it_trains_saves_and_loads(tmp_path: Path) -> None:
 def test_the_trainer_trains_it(tmp_path: Path) -> None:
     model, given = sparse(), batch()
     rows = [{"input_ids": ids, "pixel_values": pixels, "labels": ids} for ids, pixels in zip(*given.values(), strict=True)]
-    arguments = transformers.TrainingArguments(
-        str(tmp_path), max_steps=3, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no", logging_strategy="no"
-    )
     before = weights(model)[0].detach().clone()
-    transformers.Trainer(model, arguments, train_dataset=rows).train()
+    trainer_of(model, tmp_path, rows, max_steps=3).train()
     after = weights(model)[0]
     assert after.isfinite().all() and not torch.equal(after, before)
 

@@ -21,7 +21,7 @@ import holdfast
 from holdfast import Routes
 from holdfast.replaying import RoutedModel
 
-OF = RoutedModel("deepseek_v3", places=(1, 2), all_layers=3, experts=(8, 8), k=(2, 2))
+OF = RoutedModel("deepseek_v3", places=[1, 2], all_layers=3, experts=[8, 8], k=[2, 2])
 LENGTHS = [6, 4]
 
 

@@ -118,8 +118,12 @@ class RolloutReplay:
         **options: Any,
     ) -> Any:
         if self.replay and not self._is_reference(model):
-            routes = self._routes_of(tuple(input_ids.shape), input_ids.device)
-            model = _in_parts(model, routes.split(batch_size or len(routes)))
+            routes, policy = self._routes_of(tuple(input_ids.shape), input_ids.device), model
+            parts = iter(routes.split(batch_size or len(routes)))
+
+            def model(**inputs: Any) -> Any:  # TRL calls it with the rows of the batch in their order
+                return policy(**inputs, **{ROUTED_EXPERTS: next(parts)})
+
         return super()._get_per_token_logps_and_entropies(  # type: ignore[misc]
             model, input_ids, attention_mask, logits_to_keep, batch_size, *given, **options
         )
@@ -145,16 +149,6 @@ class RolloutReplay:
             return False
         status = adapted.get_model_status()
         return status.enabled is False or status.active_adapters == ["ref"]
-
-
-def _in_parts(model: Any, parts: Sequence[Tensor]) -> Callable[..., Any]:
-    """Return a function that calls the model with the next part of the routes each time: TRL takes rows in their order."""
-    left = iter(parts)
-
-    def call(**inputs: Any) -> Any:
-        return model(**inputs, **{ROUTED_EXPERTS: next(left)})
-
-    return call
 
 
 def _require_recordable(trainer: Any) -> None:
