@@ -8,7 +8,7 @@ import torch
 import transformers
 from changed_models import trainer_of
 from tiny import tiny
-from tiny_dense import TEXT, tiny_dense
+from tiny_dense import CONFIGS, tiny_dense
 from torch import Tensor, nn
 
 import holdfast
@@ -23,7 +23,7 @@ def llava(seed: int = 0, **changes: Any) -> Any:
     torch.manual_seed(seed)
     vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = transformers.LlavaConfig(
-        text_config=transformers.LlamaConfig(**{**TEXT, "num_hidden_layers": 2}),
+        text_config=transformers.LlamaConfig(**{**CONFIGS["llama"], "num_hidden_layers": 2}),
         vision_config=transformers.CLIPVisionConfig(**vision, image_size=8, patch_size=4, projection_dim=16),
         vision_feature_layer=-1,
         image_seq_length=PARTS,

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from changed_models import IDS, logits, trainer_of
 from tiers import quick_or_slow
 from tiny import tiny
 from tiny_dense import tiny_dense
 from torch import Tensor
+from trained_by_others import tokenizer
 
 import holdfast
 from holdfast.hub.layers import moe_layers
@@ -126,17 +126,8 @@ def test_a_checkpoint_of_the_trainer_carries_it_and_resumes(tmp_path: Path) -> N
 def test_a_checkpoint_of_trl_carries_it(tmp_path: Path) -> None:
     trl = pytest.importorskip("trl", reason="TRL trains")
     datasets = pytest.importorskip("datasets", reason="TRL takes its data so")
-    arguments = trl.SFTConfig(
-        output_dir=str(tmp_path),
-        max_steps=2,
-        save_steps=2,
-        learning_rate=0.01,
-        report_to=[],
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        disable_tqdm=True,
-    )
+    settings = {"max_steps": 2, "save_steps": 2, "learning_rate": 0.01, "bf16": False, "gradient_checkpointing": False}
+    arguments = trl.SFTConfig(str(tmp_path), **settings, report_to=[], use_cpu=True, disable_tqdm=True)
     trainer = trl.SFTTrainer(
         rerouted(),
         arguments,
@@ -147,15 +138,6 @@ def test_a_checkpoint_of_trl_carries_it(tmp_path: Path) -> None:
     trainer.train()
     loaded = peft.PeftModel.from_pretrained(rerouted(), tmp_path / "checkpoint-2")
     assert_carried(loaded, trainer.model)
-
-
-def tokenizer() -> Any:
-    """Of words that are numbers; TRL wants one though its data is tokens."""
-    from tokenizers import Tokenizer, models
-
-    words = {str(index): index for index in range(64)}
-    plain = Tokenizer(models.WordLevel(words, unk_token="0"))
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=plain, pad_token="0", eos_token="2", bos_token="1")
 
 
 def test_without_adapters_routers_have_the_state_from_before() -> None:
