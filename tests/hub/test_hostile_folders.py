@@ -88,7 +88,11 @@ def layer(**values: Any) -> Edit:
         for spec in config["holdfast"]["layers"].values():
             spec.update(values)
 
-    return lambda folder: (edit_config(folder, update), write_manifest(folder))
+    def edit(folder: Path) -> None:
+        edit_config(folder, update)
+        write_manifest(folder)
+
+    return edit
 
 
 def content(name: str, text: str | Callable[[], str]) -> Edit:

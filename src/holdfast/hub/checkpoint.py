@@ -134,14 +134,12 @@ def load(path: str | os.PathLike[str], **options: Any) -> "PreTrainedModel":
     where = {option: options.pop(option) for option in HUB_OPTIONS if option in options}
     folder = local_folder(path, **where)
     written = check_files(folder)
-    ours = is_modified(written, folder)
     config, options = config_and_options(folder, written, options)
     kind = _model_class(folder, config)
+    kind = modified_class(kind) if is_modified(written, folder) else kind
     require_sane_top_k(config, folder)
-    require_sane_size(folder, modified_class(kind) if ours else kind, config, options)
-    if ours:
-        check_manifest(folder)
-    model, found = _open(modified_class(kind).from_checked if ours else kind.from_pretrained, folder, config, options)
+    require_sane_size(folder, kind, config, options)
+    model, found = _open(kind, folder, config, options)
     require_all_used(found, model, folder)
     name_layers(model)
     return model
@@ -170,7 +168,6 @@ def load_with_head(
     import transformers
 
     written = check_files(folder)
-    ours = is_modified(written, folder)
     config, unknown = config_and_options(folder, written, values)
     if unknown:
         raise ValueError(f"the config of a {config.model_type} model has no entry {next(iter(unknown))!r}.")
@@ -183,10 +180,8 @@ def load_with_head(
     require_sane_size(folder, kind, config, options)
     if torch.get_default_device().type == "meta":
         return kind(config), {"new": [], "unused": []}
-    if ours:
-        check_manifest(folder)
     options["ignore_mismatched_sizes"] = True  # only of the head: see below
-    model, found = _open(kind.from_checked if ours else kind.from_pretrained, folder, config, options)
+    model, found = _open(kind, folder, config, options)
     report = split_head_weights(found, model, folder)
     if new_head:
         report["new"] = sorted({*report["new"], *initialise_head(model)})
@@ -208,8 +203,12 @@ def _model_class(folder: Path, config: Any) -> Any:
     return kind
 
 
-def _open(from_pretrained: Callable[..., Any], folder: Path, config: Any, options: dict[str, Any]) -> tuple[Any, Any]:
+def _open(kind: Any, folder: Path, config: Any, options: dict[str, Any]) -> tuple[Any, Any]:
     """Return the loaded model and transformers' loading info; turn any exception into a one-line ValueError."""
+    is_ours = issubclass(kind, ModifiedModel)
+    if is_ours:
+        check_manifest(folder)
+    from_pretrained = kind.from_checked if is_ours else kind.from_pretrained
     settings = {**options, **SAFE_OPTIONS, "output_loading_info": True}
     try:
         model, found = from_pretrained(folder, config=config, **settings)

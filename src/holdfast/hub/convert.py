@@ -84,12 +84,11 @@ def reroute(
         raise ValueError(NOT_A_ROUTER)
     _require_no_copies(found)
     for moe_layer in chosen:
-        family = moe_layer.family
-        weight = None if family is None else gate_weight(moe_layer.gate, family.weight).detach()
-        if family is not None and weight is not None and not weight.is_meta and not bool(weight.isfinite().all()):
-            raise ValueError(
-                f"{moe_layer.name}.{family.gate}: its weights contain NaN or infinity; the checkpoint is broken."
-            )
+        if moe_layer.family is not None:
+            weight = gate_weight(moe_layer.gate, moe_layer.family.weight).detach()
+            if not weight.is_meta and not bool(weight.isfinite().all()):
+                place = f"{moe_layer.name}.{moe_layer.family.gate}"
+                raise ValueError(f"{place}: its weights contain NaN or infinity; the checkpoint is broken.")
     specs = specs_of(model)
     changed = _changed_specs(model, found, wanted, losses)
     former = {moe_layer.name: (moe_layer.router, specs.get(moe_layer.name)) for moe_layer in chosen}

@@ -237,33 +237,24 @@ def callback_class() -> Any:
             self._sums.clear()
             self._steps = 0
 
-        def on_step_begin(
-            self,
-            args: Any,
-            state: Any,
-            control: Any,
-            model: nn.Module | None = None,
-            optimizer: Any = None,
-            train_dataloader: Any = None,
-            **_: Any,
-        ) -> None:
+        def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
             """Set progress and loss scale."""
+            model = given.get("model")
             if model is None:
                 return
             if state.max_steps > 0:
                 set_progress(model, min(1.0, state.global_step / state.max_steps))
             changed = list(_all_hooks(model))
             if changed:
-                scaler = getattr(optimizer, "scaler", None)
+                scaler = getattr(given.get("optimizer"), "scaler", None)
                 self._scaler_factor = float(scaler.get_scale()) if scaler is not None else 1.0
-                batches = _accumulated_batches(args.gradient_accumulation_steps, state.global_step, train_dataloader)
+                steps, data = args.gradient_accumulation_steps, given.get("train_dataloader")
+                batches = _accumulated_batches(steps, state.global_step, data)
                 router_loss_scale(model, self._scaler_factor / batches)
             for hooks in changed:
                 hooks.collector.sums = {}
 
-        def on_pre_optimizer_step(
-            self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any
-        ) -> None:
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
             """Count the losses of this step."""
             self._steps += 1
             for hooks in [] if model is None else _all_hooks(model):

@@ -53,21 +53,16 @@ def install_specs(model: nn.Module, specs: Mapping[str, LayerSpec]) -> list[MoEL
     """Change the layers of a fresh model as `specs` say and return its MoE layers. Weights are loaded afterwards."""
     for router in {spec.router for spec in specs.values()}:
         require_modalities(model, router)
-    if any(spec.experts is not None for spec in specs.values()):
-        layers = dense_layers(model)
-        _require_present(specs, layers)
-        make_sparse({name: layers[name] for name in specs}, specs)
-        return moe_layers(model)
-    found = moe_layers(model)
-    _require_present(specs, {moe_layer.name: moe_layer for moe_layer in found})
-    reroute_layers(found, specs)
-    return found
-
-
-def _require_present(specs: Mapping[str, LayerSpec], layers: Mapping[str, Any]) -> None:
+    is_dense = any(spec.experts is not None for spec in specs.values())
+    layers: dict[str, Any] = dense_layers(model) if is_dense else {layer.name: layer for layer in moe_layers(model)}
     for name in specs:
         if name not in layers:
             raise ValueError(f"its config names a layer {name!r} that the model does not have.")
+    if is_dense:
+        make_sparse({name: layers[name] for name in specs}, specs)
+        return moe_layers(model)
+    reroute_layers(list(layers.values()), specs)
+    return list(layers.values())
 
 
 def reroute_layers(found: list[MoELayerRef], specs: Mapping[str, LayerSpec]) -> None:
@@ -231,8 +226,9 @@ class ModelHooks:
                 previous = by_name.get(info.before.name) if info.before else None
                 spec = specs[layer.name]
                 idle = layer.router is None and not spec.losses and not balance_on_request
-                around = layer.layer_modules, self.forwards, previous
-                capture = ContextCapture(layer.router, *around, spec.k, len(by_name), idle)
+                capture = ContextCapture(
+                    layer.router, layer.layer_modules, self.forwards, previous, spec.k, len(by_name), idle
+                )
                 by_name[layer.name] = capture
                 holder = layer.block if layer.family is None else layer.gate
                 holder.context_capture = capture
