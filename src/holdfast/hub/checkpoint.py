@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import unknown_name
 from holdfast.hub.adapters import with_mixin
-from holdfast.hub.engines import callback_class, gathered_state, is_sharded, on_first_rank, without_transformers_gather
+from holdfast.hub.engines import callback_class, is_sharded, on_first_rank, without_transformers_gather
 from holdfast.hub.folder_files import (
     CODE,
     MODEL_TYPE,
@@ -100,7 +100,10 @@ def save(
         _write(model, target, tokenizer, options)
         return given
     on_first_rank(lambda: _require_free(target, force))
-    state = gathered_state(model)
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    # Full weights on the first rank, and {} on the others. Every rank must call it.
+    state = dict(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)))
     with without_transformers_gather(model):
         whole = {"state_dict": state, "save_original_format": True, **options}
         on_first_rank(lambda: _write(model, target, tokenizer, whole))

@@ -1,7 +1,6 @@
 """Train and save a model on several ranks, and control its routers from a training loop.
 
 shard_experts        expert parallelism: distribute the experts of a model over ranks
-gathered_state       return the full weights of a sharded model, for saving: all ranks call it, the first rank saves
 set_progress         set the training progress of the routers
 router_loss_scale    set the factor of the routers' losses
 calibrate            update router state without training
@@ -127,13 +126,6 @@ def is_sharded(model: nn.Module) -> bool:
     from torch.distributed.tensor import DTensor
 
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
-
-
-def gathered_state(model: nn.Module) -> dict[str, Any]:
-    """Return the model's state with full weights on the first rank, and {} on the others. Every rank must call this."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-    return dict(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)))
 
 
 def on_first_rank(action: Callable[[], object]) -> None:

@@ -43,14 +43,13 @@ class Step:
         self.names = names
         self.shape: tuple[int, int] | None = None  # (B,N); None if the model's input does not show it
         self._padding: Tensor | None = None
-        self._padding_known = False
-        self._unknown_because = NO_HOOKS
+        self._unknown_because: str | None = NO_HOOKS  # why padding is not known; None if it is
         self._routings: dict[int, Routing] = {}
 
     @property
     def token_mask(self) -> Tensor | None:
         """(B,N) bool, True where the token is real; None if all are."""
-        if not self._padding_known:
+        if self._unknown_because is not None:
             raise ValueError(f"padding is unknown because {self._unknown_because}.")
         return self._padding
 
@@ -242,7 +241,7 @@ class _Recorder:
         if isinstance(tokens, Tensor) and tokens.dim() >= 2:
             step.shape = (tokens.shape[0], tokens.shape[1])
             step._padding = token_mask_of(mask, *step.shape, tokens_before(options))
-        step._padding_known = True
+        step._unknown_because = None
 
     def end(self, model: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
         """Note that the model's forward is over."""
@@ -255,7 +254,7 @@ class _Recorder:
         if is_recomputing():
             return
         steps = self.routes.steps
-        if not self._runs_here() and (not steps or steps[-1]._padding_known or layer in self._recorded):
+        if not self._runs_here() and (not steps or steps[-1]._unknown_because is None or layer in self._recorded):
             self._next_step()  # a forward that did not run the model's hooks
         self._recorded.add(layer)
         step = steps[-1]

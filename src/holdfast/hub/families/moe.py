@@ -20,7 +20,6 @@ from holdfast.routing.declarations import (
     SIGMOID,
     SOFTMAX,
     Conditions,
-    GateFunction,
     NoCertificate,
     keep_best,
     keep_best_in_groups,
@@ -43,23 +42,13 @@ class BestGates(Rule):
 
     ordered = False  # ranked with the bias, weighted without
 
-    def __init__(
-        self,
-        gate: GateFunction,
-        *,
-        owner: Any = None,
-        bias: str | None = None,
-        groups: int = 1,
-        groups_kept: int = 1,
-        counted: int = HIGHEST_OF_GROUP,
-        renormalise: bool = True,
-    ) -> None:
-        """`bias` is the name of the bias in the module `owner`. It is looked up at every use: offloading replaces it."""
-        self.gate, self.owner, self.bias_name = gate, owner, bias
-        self.groups, self.groups_kept, self.counted = groups, groups_kept, counted
-        self.renormalise = renormalise
+    def __init__(self, declared: "GateRule", owner: Any, groups: int, groups_kept: int, renormalise: bool) -> None:
+        """`owner` is the module that has the bias. It is looked up there at every use: offloading replaces it."""
+        self.gate = SOFTMAX if declared.gates == "softmax" else SIGMOID
+        self.owner, self.bias_name, self.counted = owner, declared.bias, declared.counted
+        self.groups, self.groups_kept, self.renormalise = groups, groups_kept, renormalise
         # Levels are logits, as for a softmax, or gates between 0 and 1.
-        self.strip = Rule.strip if bias is None else 0.02
+        self.strip = Rule.strip if declared.bias is None else 0.02
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "BestGates":
         """Copy the rule with the copy of its owner; if the owner is not copied, share it."""
@@ -131,15 +120,7 @@ class GateRule:
         renormalise = bool(getattr(gate, RENORMALISES)) if self.renormalise is None else self.renormalise
         if self.gates == "softmax" and self.bias is None and kept >= groups:
             return Softmax(renormalise)
-        return BestGates(
-            SOFTMAX if self.gates == "softmax" else SIGMOID,
-            owner=gate if block is None else block,
-            bias=self.bias,
-            groups=groups,
-            groups_kept=kept,
-            counted=self.counted,
-            renormalise=renormalise,
-        )
+        return BestGates(self, gate if block is None else block, groups, kept, renormalise)
 
 
 class SparseMixer(Rule):
