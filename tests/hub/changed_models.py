@@ -65,12 +65,12 @@ def assert_same(model: Any, other: Any, skip: tuple[str, ...] = ()) -> None:
                 assert value.dtype == got[name].dtype and torch.equal(value, got[name]), name
 
 
-def trainer_of(model: Any, folder: Path, rows: Any, **options: Any) -> Any:
+def trainer_of(model: Any, folder: Path, rows: Any, evaluated: Any = None, **options: Any) -> Any:
     """A trainer of transformers on the CPU. `rows` are token ids, or what its dataset has."""
     quiet = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no"}
     arguments = transformers.TrainingArguments(str(folder), **{**quiet, **options})
     data = [{"input_ids": row, "labels": row} for row in rows] if isinstance(rows, Tensor) else rows
-    return transformers.Trainer(model, arguments, train_dataset=data)
+    return transformers.Trainer(model, arguments, train_dataset=data, eval_dataset=evaluated)
 
 
 def edit_config(folder: Path, edit: Edit, *, upper: bool = False) -> None:

@@ -58,6 +58,7 @@ class GateForm:
     scale: float = 1.0
     extra: Tensor | None = None  # its second argument
     usual_order: bool = True
+    modes: tuple[bool, ...] = (False, True)  # `training` when it is checked: not True if the family samples in training
 
 
 def _declared_rules(gate: Any, bias: str | None) -> Iterator[GateRule]:
@@ -96,7 +97,8 @@ def check_declared(family: MoEFamily, name: str, block: nn.Module) -> None:
     gate = family.gate_of(block)
 
     def measure() -> None:
-        form = GateForm(family.weight, family.bias, family.scale_of(block), None, family.usual_order)
+        modes = (False,) if family.samples_in_training else (False, True)
+        form = GateForm(family.weight, family.bias, family.scale_of(block), None, family.usual_order, modes)
         generator = torch.Generator("cpu").manual_seed(0)
         made = copy_with_random_weights(gate, generator)
         arguments: tuple[Any, ...] = (made,)
@@ -104,8 +106,8 @@ def check_declared(family: MoEFamily, name: str, block: nn.Module) -> None:
             count = made.get_parameter(family.weight).shape[0]
             form = replace(form, extra=0.3 * torch.randn(count, generator=generator))
             arguments = (made, SimpleNamespace(**{family.block_bias: form.extra}))
-        check_form(made, form, sampled_in_training=family.samples_in_training)
-        check_rule(made, family.rule(*arguments), form, sampled_in_training=family.samples_in_training)
+        check_form(made, form)
+        check_rule(made, family.rule(*arguments), form)
 
     try:
         _measure_once((*_settings(gate), family), measure)
@@ -326,10 +328,10 @@ def plain_float32() -> Iterator[None]:
         yield
 
 
-def check_form(gate: Any, form: GateForm, *, sampled_in_training: bool = False) -> None:
+def check_form(gate: Any, form: GateForm) -> None:
     """Raise GateDiffers if the random copy `gate` is random, or its logits are not a linear map of the token."""
     tokens = _tokens(gate, form)
-    for training in (False,) if sampled_in_training else (False, True):
+    for training in form.modes:
         gate.train(training)
         torch.manual_seed(1)
         first = call_gate(gate, tokens.clone(), form)
@@ -340,25 +342,22 @@ def check_form(gate: Any, form: GateForm, *, sampled_in_training: bool = False) 
         _require_close(first[0], _linear(gate, form, tokens), "the logits of its gate are not a linear map of the token")
 
 
-def check_rule(gate: Any, rule: Rule, form: GateForm, *, sampled_in_training: bool = False) -> None:
-    """Raise GateDiffers if the random copy `gate` does not route as `rule` says. Call it inside `plain_float32`.
-
-    sampled_in_training     the family samples experts in training, so only evaluation is compared
-    """
+def check_rule(gate: Any, rule: Rule, form: GateForm) -> None:
+    """Raise GateDiffers if the random copy `gate` does not route as `rule` says. Call it inside `plain_float32`."""
     tokens = _tokens(gate, form)
     generator = torch.Generator("cpu").manual_seed(2)
-    for training in (False,) if sampled_in_training else (False, True):
+    for training in form.modes:
         gate.train(training)
         for batch in (tokens, tokens[:1]):
-            _compare(rule, form, *call_gate(gate, batch.clone(), form))
+            _compare(rule, form, call_gate(gate, batch.clone(), form))
             _check_gradients(gate, rule, form, batch, generator)
     gate.eval()
     rounded, tokens_16 = copy.deepcopy(gate).to(torch.bfloat16), tokens.to(torch.bfloat16)
     extra = None if form.extra is None else form.extra.to(torch.bfloat16)
-    logits, weights, experts = call_gate(rounded, tokens_16, replace(form, extra=extra))
-    linear = _linear(rounded.float(), form, tokens_16.float())
-    _require_close(logits, linear, "the logits of its gate in bfloat16 are not a linear map of the token", torch.bfloat16)
-    _compare(rule, form, logits, weights, experts, dtype=torch.bfloat16)
+    output = call_gate(rounded, tokens_16, replace(form, extra=extra))
+    linear, what = _linear(rounded.float(), form, tokens_16.float()), "the logits of its gate in bfloat16"
+    _require_close(output[0], linear, f"{what} are not a linear map of the token", torch.bfloat16)
+    _compare(rule, form, output, torch.bfloat16)
     _check_equal_logits(gate, rule, form, tokens)
 
 
@@ -387,28 +386,13 @@ def call_gate(gate: Any, tokens: Tensor, form: GateForm) -> tuple[Tensor, Tensor
     return logits, weights, experts.long()
 
 
-def _compare(
-    rule: Rule,
-    form: GateForm,
-    logits: Tensor,
-    weights: Tensor,
-    experts: Tensor,
-    *,
-    ties: bool = False,
-    dtype: torch.dtype = torch.float32,
-) -> None:
-    """Compare experts and weights with those that the rule gives for the gate's own `logits`."""
+def _compare(rule: Rule, form: GateForm, output: tuple[Tensor, Tensor, Tensor], dtype: torch.dtype = torch.float32) -> None:
+    """Compare experts and weights with those that the rule gives for the gate's own logits."""
+    logits, weights, experts = output
     k = experts.shape[-1]
     scores = _scores(rule, logits.detach().float())
     dense = _dense(weights.detach().float(), experts, logits.shape[-1])
     chosen, declared = _declared(rule, form, scores, k)
-    if ties:  # which of several equal experts is selected is open, its weight is not
-        _require_close(
-            weights.sort(-1).values,
-            declared.sort(-1).values,
-            "the weights that its gate gives equal logits follow another rule",
-        )
-        return
     ranks = rule.ranks(scores)[0]
     best = ranks.sort(-1, descending=True).values
     is_clear = (
@@ -454,7 +438,11 @@ def _check_equal_logits(gate: Any, rule: Rule, form: GateForm, tokens: Tensor) -
         for tensor in tensors:
             tensor.zero_()
         try:
-            _compare(rule, form, *call_gate(gate, tokens, form), ties=True)
+            logits, weights, experts = call_gate(gate, tokens, form)
+            _, declared = _declared(rule, form, _scores(rule, logits.float()), experts.shape[-1])
+            # Which of several equal experts is selected is open, its weight is not.
+            what = "the weights that its gate gives equal logits follow another rule"
+            _require_close(weights.sort(-1).values, declared.sort(-1).values, what)
         finally:
             for tensor, value in zip(tensors, values, strict=True):
                 tensor.copy_(value)
