@@ -59,20 +59,26 @@ def test_every_test_token_is_scored_once_and_all_routers_see_the_same_batches(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["text", "images"])
 def test_a_router_of_strength_zero_reproduces_the_baselines_curve_exactly(
-    tiny: Callable[..., Recipe], tmp_path: Path
+    kind: str, tiny: Callable[..., Recipe], digits: Callable[..., Recipe], tmp_path: Path
 ) -> None:
-    plain = [RouterChoice("smoe", "smoe")]
-    silent = [
+    routers = [
+        RouterChoice("smoe", "smoe"),
         RouterChoice("similarity, silent", "similarity", {"strength": 0.0}),
         RouterChoice("attention, silent", "attention", {"strength": 0.0}),
         RouterChoice("ac, skipped", "ac", {"skip": 9}),
         RouterChoice("smooth, no budget", "smooth", {"budget": 0.0}),
+        RouterChoice("similarity", "similarity"),
     ]
-    results = Comparison(tiny({"training.steps": 4}), plain + silent, 1, tmp_path / "run").run()
-    for result in results[1:]:
-        assert result["log"] == results[0]["log"], result["router"]
-        assert result["clean"]["nll"] == results[0]["clean"]["nll"]
+    few = {"training.steps": 4}
+    recipe = tiny(few) if kind == "text" else digits({**few, "attack.examples": 4, "attack.steps": 1})
+    plain, *others, loud = Comparison(recipe, routers, 1, tmp_path / "run").run()
+    for result in others:
+        assert result["log"] == plain["log"], result["router"]
+        assert result["clean"]["figure"] == plain["clean"]["figure"]
+    assert loud["log"] != plain["log"]
+    assert len({(result["first_batch"], result["last_batch"]) for result in (plain, *others, loud)}) == 1
 
 
 def test_an_attack_at_rate_zero_changes_nothing(tiny: Callable[..., Recipe], tmp_path: Path) -> None:

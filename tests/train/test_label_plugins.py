@@ -114,12 +114,6 @@ def test_metrics_of_classes_are_refused_for_numbers() -> None:
         task.score(build_model(task, "smoe", {}, seed=0))
 
 
-@pytest.mark.parametrize("key", ["train_tokens", "test_bytes"])
-def test_limits_of_language_models_are_refused_for_labels(key: str) -> None:
-    with pytest.raises(ValueError, match=f"data.{key} is for language models"):
-        load_recipe("labels-tiny", {f"data.{key}": 50})
-
-
 @pytest.mark.slow
 def test_a_sweep_of_a_classifier_has_one_page_with_predictions_and_metrics(tmp_path: Path) -> None:
     register(SPLITS)
