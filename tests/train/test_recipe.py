@@ -89,7 +89,9 @@ MISTAKES: dict[str, list[tuple[dict[str, object], str]]] = {  # by recipe: chang
         ({"training.validate_every": 0}, "training.validate_every is 0"),
         ({"data.train_tokens": 0}, "data.train_tokens is 0"),
         ({"attack.budgets": [0.1]}, "attack.budgets is for images"),
-        *(({f"data.{key}": "a"}, f"data.{key} is for labelled texts") for key in ("pair", "label", "metric")),
+        ({"data.pair": "a"}, "data.pair is for labelled texts"),
+        ({"data.label": "a"}, "data.label is for labelled texts"),
+        ({"data.metric": "a"}, "data.metric is for labelled texts"),
     ],
     "labels-tiny": [({f"data.{key}": 5}, f"data.{key} is for language models") for key in ("train_tokens", "test_bytes")],
     "vmoe-tiny": [
