@@ -1,5 +1,6 @@
 """Training starts from a checkpoint: dense, a mixture of experts, or a cell of an earlier run, with its own tokeniser."""
 
+import itertools
 import json
 import shutil
 from collections.abc import Callable
@@ -214,22 +215,14 @@ def test_a_checkpoint_brings_its_own_tokeniser(folders: dict[str, str], cell: Pa
 
 def test_another_tokeniser_is_refused(folders: dict[str, str], cell: Path, words: Path, tmp_path: Path) -> None:
     other = save(transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, **SIZES)), tmp_path / "other", 50)
-    for checkpoint, tokens in (
-        (folders["llama"], "bytes"),
-        (folders["llama"], other),
-        (str(cell), "bytes"),
-        (str(cell), other),
-    ):
+    for checkpoint, tokens in itertools.product((folders["llama"], str(cell)), ("bytes", other)):
         with pytest.raises(ValueError, match=r"was trained with another tokeniser; leave data\.tokens out") as caught:
             make_task(recipe_from(checkpoint, words, {"data.tokens": tokens}))
         assert "\n" not in str(caught.value)
 
 
 def test_the_padding_token_is_one_that_no_text_contains(folders: dict[str, str], cell: Path) -> None:
-    hub, vocabulary = (
-        start_tokenizer(ModelPart(checkpoint=folders["bert"])),
-        start_tokenizer(ModelPart(checkpoint=str(cell))),
-    )
+    hub, vocabulary = (start_tokenizer(ModelPart(checkpoint=name)) for name in (folders["bert"], str(cell)))
     assert hub is not None and vocabulary is not None
     assert (padding_token(hub), padding_token(vocabulary)) == (1, vocabulary.end)
     assert start_tokenizer(ModelPart(family="llama")) is None
