@@ -83,13 +83,16 @@ class Attack:
                 found = attack_routers(model, task, budget=budgets[0], tokens=self.examples, **how)
             else:
                 found = attack_images(model, task, kinds, budget=budgets, examples=self.examples, **how, **options)
-        print_attack(found)
+        from holdfast.report.attack_page import attack_table, render_attack
+        from holdfast.report.page_shell import write_page
+
+        show(attack_table(found))
+        for flag in found["flags"]:
+            print(f"Warning, this result may be wrong: {flag['kind']}: {flag['detail']}")
         stored = {"model": self.model, "data": task.describe()["data"], "versions": versions(), **found}
         write_out(self.out, stored)
         if self.page is not None:
-            from holdfast.report.attack_page import write_attack_page
-
-            write_attack_page(stored, self.page, force=True)
+            write_page(self.page, lambda: render_attack(stored), force=True)
             print(f"Page: {self.page}")
 
     def _rate(self, kinds: list[str]) -> float | None:
@@ -142,13 +145,3 @@ def _takes_rate(kinds: list[str]) -> bool:
     if len(kinds) > 1 and ("rate" in budgets or "routes" in kinds):
         raise ValueError(f"{', '.join(kinds)} cannot be run together; only attacks on pixels can.")
     return budgets[0] == "rate"
-
-
-def print_attack(found: dict[str, Any]) -> None:
-    """Print the result of an attack as a table, and its flags."""
-    from holdfast.report.tables import Table
-
-    rows = [[f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row] for row in found["rows"]]
-    show(Table(found["title"], found["columns"], rows, found.get("caption") or ""))
-    for flag in found["flags"]:
-        print(f"Warning, this result may be wrong: {flag['kind']}: {flag['detail']}")
