@@ -1,9 +1,8 @@
 """The tables of a comparison. Each is made once, for the page and, with `brief` differences, for the terminal."""
 
-import statistics
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
+from holdfast.auditing.reports import known_mean
 from holdfast.metrics import Difference
 from holdfast.metrics.paired import EVERYTHING, FEWEST_SEEDS
 from holdfast.report.page_shell import decimal, listed, percent, rise
@@ -19,12 +18,6 @@ EQUAL_COMPUTE = "difference to equal compute"
 ONLY_ON_PAGES = ("seeds", KEPT.format("clean"), KEPT.format("attacked"), CHANGED, EQUAL_COMPUTE)
 COVERED = "95% intervals cover seeds and test examples from 3 seeds on; with fewer, these models only."
 NONE = decimal(None)
-
-
-def mean_of(values: Iterable[Any], read: Callable[[Any], float | None]) -> float | None:
-    """Return the mean over the values that have a number; None if none has."""
-    numbers = [number for number in map(read, values) if number is not None]
-    return statistics.fmean(numbers) if numbers else None
 
 
 def difference_cell(
@@ -254,11 +247,11 @@ def attacks_table(results: Results) -> Table:
         yield "router", row.label
         for name in names:
             trials = [cell.trials[name] for cell in results.cells_of(row) if name in cell.trials]
-            yield name, decimal(mean_of(trials, lambda trial: trial.figure), results.run.measure.digits)
+            yield name, decimal(known_mean(trial.figure for trial in trials), results.run.measure.digits)
             if name in with_cost:
-                nats = mean_of(trials, lambda trial: trial.cost and trial.cost.mean)
+                nats = known_mean(trial.cost.mean for trial in trials if trial.cost)
                 yield f"{name}, cost on untouched words", NONE if nats is None else f"{rise(nats):+.2f}%"
-            changed = mean_of(trials, lambda trial: trial.predictions_changed)
+            changed = known_mean(trial.predictions_changed for trial in trials)
             if changed is not None:
                 yield f"{name}, predictions changed", percent(changed)
 
@@ -286,17 +279,17 @@ def routing_table(results: Results) -> Table:
         cells = results.cells_of(row)
         layers = [layer for cell in cells for layer in cell.clean.routing.layers]
         yield "router", row.label
-        yield "entropy, nats", decimal(mean_of(layers, lambda layer: layer.entropy), 3)
-        yield "load unevenness (CV)", decimal(mean_of(layers, lambda layer: layer.load.cv), 3)
-        dead = mean_of(cells, lambda cell: sum(len(layer.load.dead) for layer in cell.clean.routing.layers))
+        yield "entropy, nats", decimal(known_mean(layer.entropy for layer in layers), 3)
+        yield "load unevenness (CV)", decimal(known_mean(layer.load.cv for layer in layers), 3)
+        dead = known_mean(sum(len(layer.load.dead) for layer in cell.clean.routing.layers) for cell in cells)
         yield "dead experts per run", decimal(dead, 1)
         if limited:
-            yield "dropped experts", percent(mean_of(layers, lambda layer: layer.dropped and layer.dropped.share))
-        apart = mean_of(layers, lambda layer: layer.instability)
+            yield "dropped experts", percent(known_mean(layer.dropped.share for layer in layers if layer.dropped))
+        apart = known_mean(layer.instability for layer in layers)
         yield "pairs of tokens separated or joined by the next layer", percent(apart)
         for width in widths:  # the widths of all routers, so that all rows have the same columns
             strips = [strip for layer in layers for strip in layer.near_ties.strips if strip.width == width]
-            yield f"near-ties ({width:g})", percent(mean_of(strips, lambda strip: strip.share))
+            yield f"near-ties ({width:g})", percent(known_mean(strip.share for strip in strips))
 
     note = (
         "On clean data, means over layers and seeds. A dead expert is one that no token selected. Near-ties (w): tokens "
