@@ -2,7 +2,7 @@
 
 import heapq
 import math
-from typing import Self, final
+from typing import Any, Self, final
 
 import torch
 from torch import Tensor
@@ -12,7 +12,6 @@ from holdfast.auditing.layer_certificates import Undecided, certify_layer, flips
 from holdfast.auditing.layer_geometry import near_boundaries
 from holdfast.auditing.model_and_data import AuditBatch, AuditedModel, TextEncoder, token_place
 from holdfast.auditing.reports import DTYPES, AtRisk, AuditedLayer, Boundaries, Radii, View
-from holdfast.certificates import Certificates
 from holdfast.checked import from_mapping
 from holdfast.metrics import RoutingReport
 from holdfast.metrics.accumulator import Accumulator
@@ -91,9 +90,17 @@ class Baseline:
                 radii = found.relative.reshape(-1).cpu()[shown].tolist()
                 self.view.layers[str(layer)] = [radius if math.isfinite(radius) else None for radius in radii]
             real = observed.real(layer)
-            self._record_risk(layer, found, real, batch, encoder)
-            self.radii[layer].update(found.relative.reshape(-1)[real])
+            relative, radius = found.relative.reshape(-1)[real], found.radius.reshape(-1)[real]
+            self.radii[layer].update(relative)
             self.radii[layer].kind = found.kind
+            pairs = found.pair.reshape(-1, 2)[real]
+            limit = _risk(self.at_risk[-1])[0] if len(self.at_risk) == self.keep else math.inf
+            for place in relative.argsort(stable=True)[: self.keep].tolist():
+                if float(relative[place]) < limit:
+                    where, (leaves, enters) = vars(token_place(batch, int(real[place]), encoder)), pairs[place].tolist()
+                    sizes: dict[str, Any] = {"relative": float(relative[place]), "radius": float(radius[place])}
+                    self.at_risk.append(AtRisk(**where, layer=layer, **sizes, leaves=leaves, enters=enters))
+            self.at_risk = heapq.nsmallest(self.keep, self.at_risk, key=_risk)
             for name, dtype in DTYPES.items():
                 undecided = undecided_tokens(self.audited, layer, observed, dtype)[real]
                 flips = flips_when_rounded(self.audited, layer, observed, dtype)[real]
@@ -117,21 +124,6 @@ class Baseline:
         self.at_risk = heapq.nsmallest(self.keep, [*self.at_risk, *other.at_risk], key=_risk)
         self.view = self.view or other.view
         return self
-
-    def _record_risk(
-        self, layer: int, found: Certificates, real: Tensor, batch: AuditBatch, encoder: TextEncoder | None
-    ) -> None:
-        """Keep the tokens with the smallest relative radii."""
-        relative = found.relative.reshape(-1)[real]
-        radius, pair = found.radius.reshape(-1)[real], found.pair.reshape(-1, 2)[real]
-        limit = _risk(self.at_risk[-1])[0] if len(self.at_risk) == self.keep else math.inf
-        for place in relative.argsort(stable=True)[: self.keep].tolist():
-            if float(relative[place]) < limit:
-                where = vars(token_place(batch, int(real[place]), encoder))
-                (leaves, enters), size = pair[place].tolist(), float(relative[place])
-                risk = AtRisk(**where, layer=layer, relative=size, radius=float(radius[place]), leaves=leaves, enters=enters)
-                self.at_risk.append(risk)
-        self.at_risk = heapq.nsmallest(self.keep, self.at_risk, key=_risk)
 
     def layers(self) -> list[AuditedLayer]:
         """Return the results of each layer."""

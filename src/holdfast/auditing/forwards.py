@@ -264,15 +264,14 @@ class ForwardComparison:
         for layer, (routes, outputs) in enumerate(zip(self.routes, self.outputs, strict=True)):
             if routes.tokens:
                 found = routes.result()
-                changes = {"first_flips": found.first_flips, "weight_change": found.weight_change}
-                entry = Changes(
-                    layer=layer, tokens=routes.tokens, flips=found.fluctuation, **changes, output=outputs.result()
-                )
-                layers.append(entry)
+                about_layer: dict[str, Any] = {"layer": layer, "tokens": routes.tokens, "flips": found.fluctuation}
+                rates = {"first_flips": found.first_flips, "weight_change": found.weight_change}
+                layers.append(Changes(**{**about_layer, **rates}, output=outputs.result()))
         parts = [entry.output for entry in layers]
+        means: dict[str, Any] = {name: _mean(layers, name) for name in ("flips", "first_flips", "weight_change")}
         overall = Changes(
             tokens=self.tokens,
-            **{name: _mean(layers, name) for name in ("flips", "first_flips", "weight_change")},
+            **means,
             output=Outputs(*(_mean(parts, name) for name in ("total", "flip", "rest", "flip_share"))),
             prediction_flips=1 - self.predictions.result() if self.predicted else None,
             loss=self.losses.result() if self.losses.tokens else None,

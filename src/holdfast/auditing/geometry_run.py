@@ -40,7 +40,6 @@ from holdfast.auditing.model_and_data import AuditBatch, AuditedModel, Measureme
 from holdfast.auditing.reports import (
     Clusters,
     ClusterSpace,
-    DrawnToken,
     Entropies,
     ExtraExperts,
     GeometryReport,
@@ -52,7 +51,6 @@ from holdfast.auditing.reports import (
     Jumps,
     JumpSizes,
     MeasuredLayer,
-    Norms,
     Pair,
     Pictures,
     RefusedLayer,
@@ -88,7 +86,6 @@ from holdfast.hub.layers import moe_layers
 from holdfast.metrics.jump import FlipPoints
 from holdfast.metrics.tasks import IGNORED
 from holdfast.routing import Router
-from holdfast.routing.declarations import Order
 from holdfast.routing.layer_names import resolve_layers, routers_by_layer
 
 ORDERS = (1, 2, 3)
@@ -330,7 +327,7 @@ class LayerSums:
             router=router,
             **self.about,
             tokens=len(distances),
-            norm=Norms(float(lengths.mean()), float(lengths.std(correction=0))),
+            norm={"mean": float(lengths.mean()), "std": float(lengths.std(correction=0))},
             ties=Ties(list(WIDTHS), self.exact, orders),
             hitting=hitting,
             jumps=Jumps(sizes, self.largest),
@@ -392,10 +389,9 @@ class LayerBatch:
         """
         tokens, seed = self.tokens, self.settings.seed
         group = tokens.most_frequent
-        weight, rows = tokens.key_weights(group), tokens.tokens[tokens.keys.index == group]
+        order, rows = tokens.keys.order_of(group), tokens.tokens[tokens.keys.index == group]
         norm = float(rows.double().square().sum(1).mean().sqrt())
         widths = norm * torch.tensor(WIDTHS, dtype=torch.float64)
-        order = Order(weight, tokens.keys.bias)
         share = thickening_share(order, rows, tokens.k, widths, orders=ORDERS, most_sets=MOST_SETS, seed=seed)
         laws: dict[str, list[Any]] = {"law": share.exact.clamp_max(1).tolist(), "asymptotic": share.law.tolist()}
         if self.router is not None and self.strip is not None:
@@ -405,7 +401,9 @@ class LayerBatch:
             if not torch.allclose(logits - logits.mean(), keys - keys.mean(), rtol=1e-3, atol=1e-4):
                 return laws
             eps = torch.tensor([self.strip], dtype=torch.float64)
-            extra = [extra_experts_law(weight, tokens.k, eps, share.radius, m=m, draws=DRAWS, seed=seed) for m in ORDERS]
+            extra = [
+                extra_experts_law(order.matrix, tokens.k, eps, share.radius, m=m, draws=DRAWS, seed=seed) for m in ORDERS
+            ]
             laws["extra"] = [min(1.0, float(each)) for each in extra]
         return laws
 
@@ -415,7 +413,7 @@ class LayerBatch:
         speeds = (self.settings.noise * tokens.lengths).square() / tokens.tokens.shape[1]
         instants = torch.tensor(TIMES, dtype=torch.float64)
         seed = self.settings.seed + 1_000_003 * tokens.batch.number + 7919 * self.layer
-        for rows, order in tokens.groups():
+        for rows, order in tokens.keys.orders():
             rows = rows[torch.isin(rows, chosen)]
             if not len(rows):
                 continue
@@ -462,9 +460,7 @@ class LayerBatch:
                 slices.append(draw())
             except ValueError:  # parallel boundaries, or fewer than three tokens with different experts
                 continue
-        distance = float(flips.distances[central] / tokens.lengths[central])
-        token = DrawnToken(**vars(tokens.place(central)), distance=distance)
-        return Pictures(token, slices, output_along_normal(tokens, flips, central, self.router))
+        return Pictures(tokens.place(central), slices, output_along_normal(tokens, flips, central, self.router))
 
     def _theory(self, before: Tensor | None) -> Theory:
         """Return the statements that apply, and the reason for each that does not."""
@@ -485,10 +481,10 @@ class LayerBatch:
 
     def _co_selection(self) -> GraphPrecision:
         tokens = self.tokens
-        weight = tokens.key_weights(tokens.most_frequent)
+        order = tokens.keys.order_of(tokens.most_frequent)
 
         def chosen(points: Tensor) -> Tensor:
-            keys = points.double() @ weight.t() + tokens.keys.bias
+            keys = points.double() @ order.matrix.t() + tokens.keys.bias
             best = keys.argsort(dim=1, descending=True, stable=True)[:, : tokens.k]
             return torch.zeros(len(points), tokens.experts, dtype=torch.bool).scatter(1, best, True)
 

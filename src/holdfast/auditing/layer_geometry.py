@@ -8,7 +8,6 @@ boundaries (`nearest_jumps`), and what an audit says about some of its tokens (`
 T tokens of the layer, d width, E experts, M points
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, final
@@ -21,12 +20,12 @@ from holdfast.auditing.layer_certificates import gate_inputs, route_again
 from holdfast.auditing.model_and_data import AuditBatch, AuditedModel, TextEncoder, token_place
 from holdfast.auditing.reports import Boundaries, Mark, Normal, Slice, TieOrder, TokenPlace
 from holdfast.geometry import AffineKeys, affine_keys, affine_order, nearest_ties
+from holdfast.geometry.jumps import nearest_flips
 from holdfast.geometry.slices import Plane, PlaneKeys, grid, plane_through, slice_ties
 from holdfast.hub import RouterCall
 from holdfast.hub.layers import MoELayerRef
-from holdfast.metrics.jump import FlipPoints, Jumps, jumps, nearest_flip
+from holdfast.metrics.jump import FlipPoints, Jumps, jumps
 from holdfast.routing import Context, Router, Routing
-from holdfast.routing.declarations import Order
 from holdfast.routing.records import Previous
 
 GRID = 128  # points on each side of a slice
@@ -99,11 +98,6 @@ class LayerTokens:
         """Whether the experts read what the router reads, so that a point moves both."""
         return self.inputs.shape == self.tokens.shape and torch.equal(self.inputs, self.tokens)
 
-    def key_weights(self, group: int) -> Tensor:
-        """Return the weights (E,d) of the keys of tokens with the factors `group`."""
-        weights = self.keys.weights(group)
-        return weights.view(len(weights), -1, self.tokens.shape[1]).sum(1)  # of several blocks, all but one are 0
-
     def route(self, points: Tensor, of: Tensor, router: Router | None = None) -> Routing:
         """Route points (M,d), each in the context of the token `of (M,)`; by another router if there is one."""
         points = points.to(self.call.tokens)
@@ -131,17 +125,11 @@ class LayerTokens:
         """The factors that most tokens have."""
         return int(self.keys.index.bincount().argmax())
 
-    def groups(self) -> Iterator[tuple[Tensor, Order]]:
-        """Yield the tokens that share one order of experts, as rows, with that order."""
-        for group in self.keys.index.unique().tolist():
-            rows = (self.keys.index == group).nonzero().flatten()
-            yield rows, Order(self.key_weights(group), self.keys.bias)
-
     def tie_distances(self, orders: tuple[int, ...], chosen: Tensor | None = None) -> tuple[Tensor, bool]:
         """Return the distances (T,M) to the nearest ties of some orders, in shares of each token's norm, and whether all
         are exact. Rows of tokens that are not among `chosen` are left out."""
         found, all_exact = self.lengths.new_zeros(len(self.tokens), len(orders)), True
-        for rows, order in self.groups():
+        for rows, order in self.keys.orders():
             rows = rows if chosen is None else rows[torch.isin(rows, chosen)]
             if len(rows):
                 ties = nearest_ties(order, self.tokens[rows], self.k, orders)
@@ -156,14 +144,7 @@ class LayerTokens:
 
     def flips(self) -> FlipPoints:
         """Return the nearest boundary of every token."""
-        count, width = self.tokens.shape
-        new = self.tokens.double().new_zeros
-        found = FlipPoints(new(count, width), new(count, width), new(count), *(self.rows.new_zeros(count) for _ in range(2)))
-        for rows, order in self.groups():
-            part = nearest_flip(self.tokens[rows], order.matrix, self.k, order.bias)
-            for whole, some in zip(vars(found).values(), vars(part).values(), strict=True):
-                whole[rows] = some
-        return found
+        return nearest_flips(self.keys, self.tokens, self.k)
 
 
 def _context_at(context: Context, rows: Tensor) -> Context:
@@ -211,23 +192,20 @@ def slice_around(layer: LayerTokens, token: int, router: Router | None = None) -
 
 def nearest_two(layer: LayerTokens, token: int) -> list[Tensor]:
     """Return the projections (d,) of a token onto its nearest boundary, and onto the next one with another normal."""
-    weight, point = layer.key_weights(int(layer.keys.index[token])), layer.tokens[token].double()
+    weight, point = layer.keys.order_of(int(layer.keys.index[token])).matrix, layer.tokens[token].double()
     logits = weight @ point + layer.keys.bias
     order = logits.sort(descending=True, stable=True).indices
-    found: list[tuple[float, Tensor]] = []
-    for inside in order[: layer.k].tolist():
-        for outside in order[layer.k :].tolist():
-            normal = weight[outside] - weight[inside]
-            if float(normal.norm()) > 0:
-                found.append((float((logits[inside] - logits[outside]) / normal.norm()), normal / normal.norm()))
-    found.sort(key=lambda each: each[0])
-    if not found:
+    inside, outside = torch.cartesian_prod(order[: layer.k], order[layer.k :]).unbind(1)
+    normals, gaps = weight[outside] - weight[inside], logits[inside] - logits[outside]
+    lengths = normals.norm(dim=1)
+    distances, nearest = (gaps / lengths).where(lengths > 0, torch.inf).sort(stable=True)
+    if not distances[0].isfinite():
         raise ValueError("all experts of this token have equal weights, so there is no boundary.")
-    distance, normal = found[0]
-    for other_distance, other in found[1:]:
-        if float((normal @ other).abs()) < 1 - 1e-6:
-            return [point + max(distance, 1e-9) * normal, point + max(other_distance, 1e-9) * other]
-    raise ValueError("all boundaries of this token are parallel, so there is no second one.")
+    normals = normals[nearest] / lengths[nearest].unsqueeze(1)
+    others = ((normals @ normals[0]).abs() < 1 - 1e-6).nonzero().flatten().tolist()  # not those of equal weights: NaN
+    if not others:
+        raise ValueError("all boundaries of this token are parallel, so there is no second one.")
+    return [point + max(float(distances[place]), 1e-9) * normals[place] for place in (0, others[0])]
 
 
 def _slice(
@@ -244,7 +222,8 @@ def _slice(
     Keys are those of the first token, and coordinates are divided by its norm.
     """
     token = tokens[0]
-    keys = PlaneKeys.of(plane, layer.key_weights(int(layer.keys.index[token])), layer.keys.bias, layer.k)
+    order = layer.keys.order_of(int(layer.keys.index[token]))
+    keys = PlaneKeys.of(plane, order.matrix, order.bias, layer.k)
     low, high, unit = centre - size, centre + size, float(layer.lengths[token])
     ties, places = slice_ties(keys, low, high), grid(low, high, GRID)
     sets = keys.sets(places).reshape(-1, layer.k)

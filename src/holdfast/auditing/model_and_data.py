@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, islice
 from typing import Any, final
 
@@ -21,7 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from holdfast.attacks.text import Spans
 from holdfast.attacks.threat import check_count
-from holdfast.auditing.reports import DataDescription, ModelDescription, TokenPlace
+from holdfast.auditing.reports import DataDescription, DataSettings, ModelDescription, TokenPlace
 from holdfast.certificates import Gate
 from holdfast.data import Document, LabelledText, Tokenizer, Vocabulary
 from holdfast.data.labelled_texts import flat_texts
@@ -166,11 +167,12 @@ class Measurement(ABC):
     A batch counts when everything has been measured on it.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, settings: Any, progress: Progress | None) -> None:
+    def __init__(self, model: Any, tokenizer: Any, settings: DataSettings, progress: Progress | None) -> None:
         self.audited = AuditedModel(model)
         require_finite(model)
         self.encoder = None if tokenizer is None else TextEncoder(tokenizer, self.audited.pad)
-        self.settings, self.data, self.interrupted, self.started = settings, DataCounter(), False, time.monotonic()
+        self.settings: Any = settings
+        self.data, self.interrupted, self.started = DataCounter(), False, time.monotonic()
         self.tell: Progress = progress or (lambda done, what: None)
 
     @abstractmethod
@@ -339,7 +341,7 @@ class TextEncoder:
     def decode(self, ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(ids)))
 
-    def batch(self, number: int, texts: Sequence[str], length: int | None) -> AuditBatch:
+    def batch(self, number: int, texts: Sequence[str], length: int) -> AuditBatch:
         """Return texts as one batch, padded on the right and cut after `length` tokens."""
         read = [self.encode(text) for text in texts]
         rows = [torch.tensor(ids[:length], dtype=torch.int64) for ids, _ in read]
@@ -386,16 +388,12 @@ def audit_batches(
     if first is None:
         raise ValueError("there are no data: give at least one text or batch.")
     rest = chain([first], everything)
-    if isinstance(first, str):
-        if encoder is None:
-            raise ValueError("texts need the model's tokenizer: audit(model, texts, tokenizer=...).")
-        found = from_texts(rest, encoder, batch=batch, length=length)
-    elif isinstance(first, LabelledText):
-        if encoder is None or encoder.is_holdfast:
-            raise ValueError("labelled texts need the model's tokenizer: audit(model, texts, tokenizer=...).")
-        found = from_labelled(rest, audited, encoder, batch=batch, length=length)
-    else:
+    if not isinstance(first, str | LabelledText):
         found = from_batches(rest, audited)
+    elif encoder is None or (encoder.is_holdfast and not isinstance(first, str)):
+        raise ValueError("texts need the model's tokenizer: audit(model, texts, tokenizer=...).")
+    else:
+        found = from_texts(rest, type(first), audited, encoder, batch=batch, length=length)
     seen = 0
     for sample in found:
         yield sample
@@ -406,17 +404,25 @@ def audit_batches(
         raise ValueError("there are no data: every text is empty.")
 
 
-def from_texts(texts: Iterable[str], encoder: TextEncoder, *, batch: int, length: int) -> Iterator[AuditBatch]:
-    """Yield batches of texts; long texts are cut into several sequences, empty ones are skipped."""
+def from_texts(
+    texts: Iterable[Any], kind: type, audited: AuditedModel, encoder: TextEncoder, *, batch: int, length: int
+) -> Iterator[AuditBatch]:
+    """Yield batches of strings or of labelled texts. Long strings are cut into several sequences, empty ones are skipped."""
+    what = "strings" if kind is str else kind.__name__
 
-    def pieces() -> Iterator[str]:
+    def pieces() -> Iterator[Any]:
         for text in texts:
+            if not isinstance(text, kind):
+                raise ValueError(f"one of the texts is a {type(text).__name__}; give {what} only, or batches only.")
             if not isinstance(text, str):
-                raise ValueError(f"one of the texts is a {type(text).__name__}; give strings only, or batches only.")
-            yield from encoder.pieces(text, length) if text.strip() else ()
+                yield text
+            elif text.strip():
+                yield from encoder.pieces(text, length)
 
-    for number, some in enumerate(batched(pieces(), batch)):
-        yield encoder.batch(number, some, length)
+    rest = pieces()
+    make = encoder.batch if kind is str else partial(labelled_batch, encoder, classes=audited.classes)
+    for number, some in enumerate(iter(lambda: list(islice(rest, batch)), [])):
+        yield make(number, some, length)
 
 
 def from_batches(batches: Iterable[Any], audited: AuditedModel) -> Iterator[AuditBatch]:
@@ -434,37 +440,20 @@ def from_batches(batches: Iterable[Any], audited: AuditedModel) -> Iterator[Audi
         yield AuditBatch(number, tensors, labels if shifted is None else shifted)
 
 
-def from_labelled(
-    examples: Iterable[LabelledText], audited: AuditedModel, encoder: TextEncoder, *, batch: int, length: int
-) -> Iterator[AuditBatch]:
-    """Yield batches of labelled texts or pairs."""
-    for number, some in enumerate(batched(examples, batch)):
-        wrong = next((one for one in some if not isinstance(one, LabelledText)), None)
-        if wrong is not None:
-            raise ValueError(f"one of the labelled texts is a {type(wrong).__name__}; give LabelledText only.")
-        yield labelled_batch(encoder, number, some, length, classes=audited.classes)
-
-
-def batched(things: Iterable[Any], size: int) -> Iterator[list[Any]]:
-    """Return lists of `size` things; the last one may be shorter."""
-    rest = iter(things)
-    return iter(lambda: list(islice(rest, size)), [])
-
-
 def labelled_batch(
-    encoder: TextEncoder, number: int, examples: Sequence[LabelledText], length: int | None, *, classes: int
+    encoder: TextEncoder, number: int, examples: Sequence[LabelledText], length: int, classes: int
 ) -> AuditBatch:
     """Return labelled texts or pairs as one batch, encoded and cut as a classifier reads them.
 
     The texts of the batch are those of `flat_texts`: the second texts of pairs follow. `classes` is 0 if the model does not
     classify: then labels are not scored.
     """
-    cut = {} if length is None else {"truncation": True, "max_length": length}
+    how = {"verbose": False, "return_offsets_mapping": encoder.has_spans, "truncation": True, "max_length": length}
     spans: list[Spans] = []
     spans_of_second: list[Spans] = []
     rows, types = [], []
     for one in examples:
-        found = encoder.tokenizer(one.text, one.pair, verbose=False, return_offsets_mapping=encoder.has_spans, **cut)
+        found = encoder.tokenizer(one.text, one.pair, **how)
         rows.append(torch.tensor(found["input_ids"], dtype=torch.int64))
         types.append(torch.tensor(found.get("token_type_ids", [0] * len(rows[-1])), dtype=torch.int64))
         if encoder.has_spans:

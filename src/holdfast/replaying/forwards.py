@@ -1,6 +1,6 @@
 """`replay` recorded routes in one forward of a model, and `record` them while a model generates text."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -95,8 +95,7 @@ class Recorder:
         if not isinstance(given, Tensor) or given.dim() != 2:
             raise ValueError("give the token ids (B, N) that generate returned, prompt included.")
         rollout = self._find(given)
-        slots = max(routes.shape[-1] for routes in rollout.routes)
-        joined = torch.cat([_widened(routes, slots, self._of) for routes in rollout.routes], dim=1)[:, : given.shape[1]]
+        joined = join_pieces(rollout.routes, self._of, dim=1)[:, : given.shape[1]]
         missing = given.shape[1] - joined.shape[1]
         joined = torch.nn.functional.pad(joined, (0, 0, 0, 0, 0, missing), value=NO_RECORD)
         real = _before_trailing(given, self._pad) if attention_mask is None else attention_mask != 0
@@ -161,13 +160,17 @@ def record(model: nn.Module) -> Iterator[Recorder]:
         yield recorder
 
 
-def _widened(routes: Tensor, slots: int, of: RoutedModel) -> Tensor:
-    """Return `routes (B,n,L,K)` with unused slots added, or -1 where a token has no record."""
-    missing = slots - routes.shape[-1]
-    unused = (
-        torch.tensor(of.experts, dtype=routes.dtype, device=routes.device).view(-1, 1).expand(*routes.shape[:-1], missing)
-    )
-    return torch.cat([routes, unused.where((routes >= 0).all(-1, keepdim=True), NO_RECORD)], dim=-1)
+def join_pieces(pieces: Sequence[Tensor], of: RoutedModel, dim: int) -> Tensor:
+    """Return experts (B,n,L,K) of several forwards as one tensor along `dim`, with as many slots as the widest has.
+
+    The slots that others lack are unused, or -1 where a token has no record.
+    """
+    slots, wide = max(piece.shape[-1] for piece in pieces), []
+    for piece in pieces:
+        unused = torch.tensor(of.experts, dtype=piece.dtype, device=piece.device).view(-1, 1)
+        missing = unused.expand(*piece.shape[:-1], slots - piece.shape[-1])
+        wide.append(torch.cat([piece, missing.where((piece >= 0).all(-1, keepdim=True), NO_RECORD)], dim=-1))
+    return torch.cat(wide, dim)
 
 
 def _before_trailing(sequences: Tensor, pad: int | None) -> Tensor:

@@ -69,7 +69,8 @@ def flips(report: AuditReport) -> Plot:
         known = {entry.layer: entry.flips for entry in perturbed.layers}
         said = {layer: f"{100 * share:.3g}%" for layer, share in known.items()}
         names.append(wrapped_label(name))
-        shares.append([None if layer not in known else _logarithm(known[layer]) for layer in layers])
+        powers = {layer: max(LEAST, math.log10(share)) if share > 0 else DECADES[0] for layer, share in known.items()}
+        shares.append([powers.get(layer) for layer in layers])
         texts.append([f"{escaped(name)}, layer {layer}: {said.get(layer, 'nothing to compare')}" for layer in layers])
     ticks = list(range(DECADES[0], DECADES[1] + 1))
     texts_of_ticks = ["0", *(f"{100 * 10.0**decade:g}" for decade in ticks[1:])]
@@ -211,10 +212,6 @@ def _bar(title: str, **ticks: Any) -> dict[str, Any]:
 def _cells(numbers: Sequence[int], title: str) -> dict[str, Any]:
     """Return an axis of whole numbers. An empty line before the title keeps it below the tick numbers."""
     return axis(f"<br>{title}", tick0=0, dtick=tick_step(len(numbers)), zeroline=False, showgrid=False)
-
-
-def _logarithm(share: float) -> float:
-    return max(LEAST, math.log10(share)) if share > 0 else float(DECADES[0])
 
 
 SHOWN = 10  # findings; more are folded away

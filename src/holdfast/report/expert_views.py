@@ -15,8 +15,6 @@ from holdfast.auditing.geometry_run import spread
 from holdfast.report.page_shell import BORDERS, COLOURS
 from holdfast.train.results import Results, ShownImage
 
-Graph = list[list[float | None]]
-
 SHOWN = 12  # snapshots at most: more heat maps make the page large and hard to read
 MEANING = {
     "learned": "the graph that {router} learned: the weight of the column's expert in the score of the row's expert",
@@ -25,18 +23,13 @@ MEANING = {
 }
 
 
-@dataclass(frozen=True)
-class Evolution:
-    router: int  # its index among the rows
-    caption: str
-    steps: list[int]
-    low: float  # ends of the colour scale, which all layers and snapshots share
-    high: float
-    layers: dict[str, list[Graph]]
+def evolutions(results: Results) -> list[dict[str, Any]]:
+    """Return the expert graphs of the first seed of each router.
 
-
-def evolutions(results: Results) -> list[Evolution]:
-    """Return the expert graphs of the first seed of each router."""
+    router      its index among the rows
+    low, high   ends of the colour scale, which all layers and snapshots share
+    layers      by layer, the graph of each step
+    """
     found = []
     for place, cell in enumerate(map(results.first_cell, results.rows)):
         steps, layers = cell.snapshots.steps, {}
@@ -48,8 +41,9 @@ def evolutions(results: Results) -> list[Evolution]:
         meaning = MEANING[cell.snapshots.graph].format(router=cell.router)
         of_them = f"{len(chosen)} of {len(steps)} snapshots" if len(chosen) < len(steps) else "all snapshots"
         caption = f"Seed {cell.seed}, {meaning}. Rows and columns are experts; {of_them} and all layers share one scale."
-        scale = min(entries), max(entries) or 1.0
-        found.append(Evolution(place, caption, [steps[at] for at in chosen], *scale, layers))
+        scale = {"low": min(entries), "high": max(entries) or 1.0}
+        about = {"router": place, "caption": caption, "steps": [steps[at] for at in chosen]}
+        found.append({**about, **scale, "layers": layers})
     return found
 
 

@@ -214,7 +214,7 @@ def gaps(report: MismatchReport, kind: str) -> Plot:
         if row.logprobs is None or row.logprobs.mean.value is None:
             continue
         place, found = place_of(row), row.logprobs.mean
-        style = {"marker": {"size": 10, "symbol": symbol(place)}, "error_x": _bars([found])}
+        style: dict[str, Any] = {"marker": {"size": 10, "symbol": symbol(place)}, "error_x": _bars([found])}
         hover = f"{escaped(row.label)}: %{{x:.3g}}<extra></extra>"
         data.append(trace(place, [found.value], [wrapped_label(row.label)], mode="markers", hovertemplate=hover, **style))
     x = axis("mean of |log ratio|", rangemode="tozero")
@@ -235,7 +235,7 @@ def tail(report: MismatchReport, kind: str) -> Plot:
         y = [100 * value if value > 0 else None for value in row.logprobs.tail]  # a log axis has no 0
         hover = f"{escaped(row.label)}: %{{y:.3g}}% of the tokens above %{{x:.3g}}<extra></extra>"
         line = {"width": 2, "dash": DASHES[place_of(row) % len(DASHES)]}
-        style = {"line": line, "name": escaped(row.label), "hovertemplate": hover}
+        style: dict[str, Any] = {"line": line, "name": escaped(row.label), "hovertemplate": hover}
         data.append(trace(place_of(row), report.settings.tail, y, mode="lines", **style))
     x, y_axis = axis("|log ratio|", **LOGARITHMIC), axis("% of the tokens above", **LOGARITHMIC)
     layout = {"xaxis": x, "yaxis": y_axis, "legend": LEGEND}
@@ -264,5 +264,4 @@ def by_layer(
 
 
 def _bars(found: list[Estimate], scale: float = 1.0) -> dict[str, Any]:
-    points = ((each.value, each.low, each.high) for each in found)
-    return error_bars(*(tuple(None if end is None else scale * end for end in point) for point in points)) | THIN
+    return error_bars(*((each.value, each.low, each.high) for each in found), scale=scale) | THIN

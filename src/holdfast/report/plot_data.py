@@ -45,10 +45,10 @@ def trace(router: int, x: Sequence[Any], y: Sequence[Any], *, layer: str | None 
     return {"type": "scatter", "meta": meta, "x": list(x), "y": list(y), "hoverlabel": {"namelength": 0}, **style}
 
 
-def error_bars(*points: tuple[float | None, float | None, float | None]) -> dict[str, Any]:
+def error_bars(*points: tuple[float | None, float | None, float | None], scale: float = 1.0) -> dict[str, Any]:
     """Return bars from low to high of points (mean, low, high), as distances from the means; none if a number is None."""
-    means, *ends = (np.array(numbers, dtype=float) for numbers in zip(*points, strict=True))
-    above, below = ends[1] - means, means - ends[0]
+    means, lows, highs = scale * np.array(points, dtype=float).T
+    above, below = highs - means, means - lows
     if np.isnan([above, below]).any():
         return {"visible": False}
     return {"type": "data", "symmetric": False, "array": above.tolist(), "arrayminus": below.tolist()}

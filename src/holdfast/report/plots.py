@@ -288,8 +288,9 @@ def fluctuation(results: Results) -> Plot:
         for cell in results.cells_of(row):
             for layer in cell.snapshots.layers:
                 for step, share in zip(cell.snapshots.steps[1:], layer.fluctuation, strict=True):
-                    for name in (ALL_LAYERS, str(layer.layer)) if share is not None else ():
-                        flipped.setdefault(name, {}).setdefault(step, []).append(100 * share)
+                    for name in (ALL_LAYERS, str(layer.layer)):
+                        if share is not None:
+                            flipped.setdefault(name, {}).setdefault(step, []).append(100 * share)
         hover = f"{escaped(row.label)}, up to step %{{x}}: %{{y:.2f}}% of the tokens<extra></extra>"
         for name, changes in flipped.items():
             if changes:

@@ -7,6 +7,8 @@ for the hover text, or "fill": "strip" for experts beyond k. Lines and marks wit
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from holdfast.auditing.reports import MeasuredLayer, Slice
 from holdfast.report.page_shell import visible_lines
 from holdfast.report.plot_data import LEGEND, Plot, Trace, axis, escaped, trace
@@ -96,17 +98,13 @@ def inked(x: Sequence[Any], y: Sequence[Any], layer: str | None, ink: str, **sty
 
 def _centres(found: Slice) -> tuple[list[float], list[float], list[str]]:
     """Return the middle of each large cell, which is convex, and its name."""
-    size, width = len(found.cells), found.high[0] - found.low[0]
-    sums = [[0, 0.0, 0.0] for _ in found.sets]
-    for row, line in enumerate(found.cells):
-        for column, cell in enumerate(line):
-            sums[cell][0] += 1
-            sums[cell][1] += column + 0.5
-            sums[cell][2] += row + 0.5
+    cells, width = np.array(found.cells), found.high[0] - found.low[0]
     x, y, names = [], [], []
-    for (count, across, up), experts in zip(sums, found.sets, strict=True):
-        if count >= SMALLEST * size * size:
-            place = found.low[0] + width * across / count / size, found.low[1] + width * up / count / size
+    for number, experts in enumerate(found.sets):
+        rows, columns = (cells == number).nonzero()
+        if len(rows) >= SMALLEST * cells.size:
+            shares = ((float(each.mean()) + 0.5) / len(cells) for each in (columns, rows))
+            place = [low + width * share for low, share in zip(found.low, shares, strict=True)]
             # The name of a token is above its mark: keep the name of the cell clear of both.
             near = any(
                 abs(mark.x - place[0]) < 0.12 * width and -0.06 < (mark.y - place[1]) / width < 0.06 for mark in found.tokens
@@ -137,18 +135,18 @@ def cell_colours(cells: Sequence[Sequence[int]], count: int) -> list[int]:
 
     With more neighbours than colours, two cells may share one; the line between them still shows.
     """
-    near: list[set[int]] = [set() for _ in range(count)]
-    area = [0] * count
-    for row, line in enumerate(cells):
-        for column, cell in enumerate(line):
-            area[cell] += 1
-            below = cells[row + 1][max(0, column - 1) : column + 2] if row + 1 < len(cells) else []
-            for other in (*line[column + 1 : column + 2], *below):
-                if other != cell:
-                    near[cell].add(other)
-                    near[other].add(cell)
-    colours = [-1] * count
-    for cell in sorted(range(count), key=lambda each: (-area[each], each)):
-        taken = {colours[other] for other in near[cell]}
+    grid = np.array(cells)
+    sides = (
+        (grid[:, :-1], grid[:, 1:]),
+        (grid[:-1], grid[1:]),
+        (grid[:-1, :-1], grid[1:, 1:]),
+        (grid[:-1, 1:], grid[1:, :-1]),
+    )
+    near = np.zeros((count, count), dtype=bool)
+    for one, two in sides:
+        near[one, two] = near[two, one] = True
+    colours = np.full(count, -1)
+    for cell in np.argsort(-np.bincount(grid.ravel(), minlength=count), kind="stable"):
+        taken = set(colours[near[cell]]) - {-1}
         colours[cell] = next((colour for colour in range(COLOURS) if colour not in taken), cell % COLOURS)
-    return colours
+    return [int(colour) for colour in colours]
