@@ -211,10 +211,10 @@ class _GeometryRun(Measurement):
             return LayerSums(reason=str(reason))
         pictures = batch.number == 0 and layer in spread(len(self.layers), self.settings.pictures)
         self.tell(self.data.tokens, f"layer {layer}: ties, walks and jumps{', pictures and t-SNE' if pictures else ''}")
-        measured = LayerBatch(layer, tokens, self.settings, self.routers[layer])
-        before = observed.layers[layer - 1].routing.experts[:, 0][tokens.rows] if layer else None
+        before = observed.layers[layer - 1].routing.experts[:, 0][tokens.rows].cpu() if layer else None
+        measured = LayerBatch(layer, tokens, self.settings, self.routers[layer], before)
         try:
-            return measured.sums(self.layers[layer].walked, pictures, before)
+            return measured.sums(self.layers[layer].walked, pictures)
         except ValueError as problem:
             raise ValueError(f"{self.audited.names[layer]}: {problem}") from None
 
@@ -346,13 +346,13 @@ class LayerBatch:
     tokens: LayerTokens
     settings: GeometrySettings
     router: Router | None
+    before: Tensor | None  # (T,): the first expert of each token at the previous MoE layer; None: there is no such layer
 
-    def sums(self, walked: int, pictures: bool, before: Tensor | None) -> LayerSums:
+    def sums(self, walked: int, pictures: bool) -> LayerSums:
         """Measure the tokens.
 
         walked      how many tokens of earlier batches have walked
         pictures    whether to draw this layer, and to put the papers' statements beside it
-        before      (T,): the first expert of each token at the previous MoE layer; None: there is no such layer
         """
         tokens = self.tokens
         about = {"width": tokens.tokens.shape[1], "experts": tokens.experts, "k": tokens.k}
@@ -371,7 +371,7 @@ class LayerBatch:
         flips = tokens.flips()
         self._add_jumps(sums, flips)
         if pictures:
-            sums.pictures, sums.theory = self._pictures(flips), self._theory(before)
+            sums.pictures, sums.theory = self._pictures(flips), self._theory()
         return sums
 
     @property
@@ -462,17 +462,12 @@ class LayerBatch:
                 continue
         return Pictures(tokens.place(central), slices, output_along_normal(tokens, flips, central, self.router))
 
-    def _theory(self, before: Tensor | None) -> Theory:
+    def _theory(self) -> Theory:
         """Return the statements that apply, and the reason for each that does not."""
         found: dict[str, Any] = {}
         skipped: dict[str, str] = {}
-        for name, measure in {
-            "co_selection": self._co_selection,
-            "entropy": self._entropy,
-            "clusters": lambda: self._clusters(before),
-            "slopes": self._slopes,
-            "tsne": self._tsne,
-        }.items():
+        for measure in (self._co_selection, self._entropy, self._clusters, self._slopes, self._tsne):
+            name = measure.__name__.removeprefix("_")
             try:
                 found[name] = measure()
             except ValueError as reason:
@@ -503,11 +498,11 @@ class LayerBatch:
         entropies = mixed_entropies(gates, similarity_weights(first))
         return Entropies(*(float(values.mean()) for values in vars(entropies).values()))
 
-    def _clusters(self, before: Tensor | None) -> Clusters:
-        if before is None:
+    def _clusters(self) -> Clusters:
+        if self.before is None:
             raise ValueError("there is no previous MoE layer, whose first experts are the clusters.")
         noise = CLUSTER_NOISE * float(self.tokens.lengths.mean()) / self.tokens.tokens.shape[1] ** 0.5
-        found = cluster_separation(self.tokens.tokens, before.cpu(), noise=noise, seed=self.settings.seed)
+        found = cluster_separation(self.tokens.tokens, self.before, noise=noise, seed=self.settings.seed)
         medians = ([float(values.median()) for values in vars(space).values()] for space in (found.plain, found.scaled))
         return Clusters(len(found.clusters), CLUSTER_NOISE, *(ClusterSpace(*numbers) for numbers in medians))
 

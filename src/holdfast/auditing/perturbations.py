@@ -33,7 +33,7 @@ from holdfast.metrics.tasks import IGNORED
 from holdfast.routing import Router
 
 PADDED = 5  # tokens of extra padding per sequence; not a multiple of a kernel's block size
-STEPS = 5  # gradient steps of the attack
+QUICK = {"steps": 5, "rounds": 0, "bisections": 4}  # of the attack
 
 
 class Perturbation(ABC):
@@ -319,18 +319,8 @@ class Attack(Perturbation):
             route, options = partial(call_in_dtype, call.route, tokens.dtype), {"joint": False}
         with warnings.catch_warnings(), torch.enable_grad():
             warnings.simplefilter("ignore", AttackWarning)
-            found = attack_routes(
-                route,
-                tokens.float(),
-                budget=self.budget,
-                relative=True,
-                token_mask=real.view(tokens.shape[:-1]),
-                steps=STEPS,
-                rounds=0,
-                bisections=4,
-                seed=self.seed,
-                **options,
-            )
+            options |= {"token_mask": real.view(tokens.shape[:-1]), "seed": self.seed, **QUICK}
+            found = attack_routes(route, tokens.float(), budget=self.budget, relative=True, **options)
         reported = ("rate", "tokens", "smallest", "median", "budget", "norm", "relative", "joint", "steps", "seed", "flags")
         summary = found.summary()
         return found.inputs.to(tokens.dtype), {name: summary[name] for name in reported}

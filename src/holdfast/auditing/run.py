@@ -211,6 +211,8 @@ def overall(layers: list[AuditedLayer], loss: float | None, perturbed: dict[str,
     strips = zip(*(layer.near_ties.strips for layer in layers), strict=True)
     medians = [math.inf if layer.radius.median is None else layer.radius.median for layer in certified if layer.radius]
     changes = {name: one.overall for name, one in perturbed.items()}
+    groups = ("flips", "first_flips", "weight_change", "output", "prediction_flips")
+    changed: dict[str, Any] = {group: {name: getattr(one, group) for name, one in changes.items()} for group in groups}
     undecided = {name: [layer.undecided[name].share for layer in certified] for name in DTYPES} if certified else {}
     return Overall(
         layers=len(layers),
@@ -238,11 +240,7 @@ def overall(layers: list[AuditedLayer], loss: float | None, perturbed: dict[str,
             "spectral_gap": known_mean(layer.co_selection.spectral_gap for layer in layers),
             "groups": max(layer.co_selection.groups for layer in layers),
         },
-        flips={name: one.flips for name, one in changes.items()},
-        first_flips={name: one.first_flips for name, one in changes.items()},
-        weight_change={name: one.weight_change for name, one in changes.items()},
-        output={name: one.output for name, one in changes.items()},
-        prediction_flips={name: one.prediction_flips for name, one in changes.items()},
+        **changed,
         loss_change={name: None if one.loss is None else one.loss.change for name, one in changes.items()},
     )
 

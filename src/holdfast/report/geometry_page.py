@@ -11,7 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.auditing import GeometryReport
-from holdfast.auditing.reports import Clusters, Entropies, GraphPrecision, Jump, MeasuredLayer, Pair, Slopes, Theory
+from holdfast.auditing.reports import (
+    Clusters,
+    Entropies,
+    GraphPrecision,
+    Jump,
+    MeasuredLayer,
+    Pair,
+    Pictures,
+    Slopes,
+    Theory,
+)
 from holdfast.report.page_shell import (
     how_it_was_run,
     number,
@@ -33,7 +43,7 @@ from holdfast.report.plot_data import (
     shares_axis,
     trace,
 )
-from holdfast.report.slice_plots import cells_caption, inked, slice_plot, slices_of, token_name
+from holdfast.report.slice_plots import cells_caption, inked, slice_plot, token_name
 from holdfast.report.tables import Table
 
 OWN = "the model's own router"
@@ -51,8 +61,8 @@ def render_geometry(report: GeometryReport) -> str:
     """Return the page as HTML."""
     slices, curves = slice_plots(report), [plot for plot in curve_plots(report) if plot.data]
     layers = [str(layer.layer) for layer in report.layers]
-    pictured = [str(layer.layer) for layer in report.layers if layer.pictures]
-    first = next(iter([*pictured, *layers]), "all")
+    with_pictures = [layer for layer, _ in pictured(report)]
+    first = next(iter([*with_pictures, *layers]), "all")
     return render_template(
         "geometry.html",
         [*slices, *curves],
@@ -63,7 +73,7 @@ def render_geometry(report: GeometryReport) -> str:
         curves=curves,
         layers=layers,
         first=first,
-        pictured=pictured,
+        pictured=with_pictures,
         table=layers_table(report),
         refused=Table.of(
             "Layers without a known geometry",
@@ -112,7 +122,7 @@ def slice_plots(report: GeometryReport) -> list[Plot]:
         ("boundaries", "A token and its two nearest boundaries", around),
         ("tokens", "Three tokens of the text", "three tokens of the text"),
     ):
-        slices = slices_of(report.layers, kind)
+        slices = [(layer, found) for layer, drawn in pictured(report) for found in drawn.slices if found.kind == kind]
         for panel, router in enumerate(routers_of(report)):
             said = f"The same plane with {router}." if panel else f"A plane through {what}."
             said = f"{said} {cells_caption(slices, panel)}"
@@ -124,6 +134,11 @@ def curve_plots(report: GeometryReport) -> list[Plot]:
     return [along_normal(report), largest_difference(report), ties(report), hitting(report), tsne(report)]
 
 
+def pictured(report: GeometryReport) -> list[tuple[str, Pictures]]:
+    """Return the layers that have pictures, with these."""
+    return [(str(layer.layer), layer.pictures) for layer in report.layers if layer.pictures]
+
+
 def routers_of(report: GeometryReport) -> list[str]:
     return [OWN] if report.what_if is None else [OWN, report.what_if.router]
 
@@ -131,9 +146,8 @@ def routers_of(report: GeometryReport) -> list[str]:
 def along_normal(report: GeometryReport) -> Plot:
     """Draw the layer's output on the way through the nearest boundary of a token."""
     data: list[Trace] = []
-    for layer in (layer for layer in report.layers if layer.pictures):
-        assert layer.pictures is not None
-        normal = layer.pictures.normal
+    for layer, pictures in pictured(report):
+        normal = pictures.normal
         for router, (name, change) in enumerate(zip(routers_of(report), normal.change, strict=False)):
             y = [None if value is None else 100 * value for value in change]
             x: list[float | None] = list(normal.positions)
@@ -141,14 +155,14 @@ def along_normal(report: GeometryReport) -> Plot:
                 x, y = [*x[: len(x) // 2], None, *x[len(x) // 2 :]], [*y[: len(y) // 2], None, *y[len(y) // 2 :]]
             line = {"width": 2.5, "dash": "solid" if router == 0 else "dash"}
             style = {"line": line, "hovertemplate": f"{escaped(name)}: %{{y:.2f}}% at %{{x:.3g}}<extra></extra>"}
-            data.append(trace(router, x, y, layer=str(layer.layer), mode="lines", name=escaped(name), **style))
+            data.append(trace(router, x, y, layer=layer, mode="lines", name=escaped(name), **style))
         at = -normal.distance
         near = min(range(len(normal.positions)), key=lambda place: abs(normal.positions[place] - at))
         start = normal.change[0][near]
-        name = f"the token {token_name(layer.pictures.token.text)}"
+        name = f"the token {token_name(pictures.token.text)}"
         mark = {"size": 10, "symbol": "diamond"}
         y = [None if start is None else 100 * start]
-        data.append(inked([at], y, str(layer.layer), "full", mode="markers", marker=mark, name=name, hoverinfo="skip"))
+        data.append(inked([at], y, layer, "full", mode="markers", marker=mark, name=name, hoverinfo="skip"))
     layout = {
         "xaxis": axis("distance from the boundary, in shares of the token's norm", zeroline=False),
         "yaxis": axis("output, % of its norm", zeroline=False),
@@ -165,13 +179,12 @@ def along_normal(report: GeometryReport) -> Plot:
 def largest_difference(report: GeometryReport) -> Plot:
     """Draw the largest difference of outputs of two points on the normal against their distance."""
     data = []
-    for layer in (layer for layer in report.layers if layer.pictures):
-        assert layer.pictures is not None
-        normal = layer.pictures.normal
+    for layer, pictures in pictured(report):
+        normal = pictures.normal
         for router, (name, differences) in enumerate(zip(routers_of(report), normal.largest, strict=False)):
             hover = f"{escaped(name)}: %{{y:.3g}}% between points %{{x:.3g}} apart<extra></extra>"
             y = [None if value is None else 100 * max(value, LEAST) for value in differences]
-            data.append(curve_of(router, str(layer.layer), normal.steps, y, hover, name=escaped(name)))
+            data.append(curve_of(router, layer, normal.steps, y, hover, name=escaped(name)))
     layout = {
         "xaxis": axis("distance of the two points, in shares of the token's norm", **LOGARITHMIC),
         "yaxis": axis("difference, % of the output", **LOGARITHMIC),
@@ -217,9 +230,9 @@ def ties(report: GeometryReport) -> Plot:
 def hitting(report: GeometryReport) -> Plot:
     """Draw the probability that a random walk from a token has reached a boundary, with its bounds."""
     data: list[Trace] = []
-    for layer in (layer for layer in report.layers if layer.hitting):
-        assert layer.hitting is not None
-        found, own = layer.hitting, str(layer.layer)
+    for own, found in ((str(layer.layer), layer.hitting) for layer in report.layers):
+        if found is None:
+            continue
         for name, values, style in (("upper bound", found.upper, "dot"), ("lower bound", found.lower, "dash")):
             y = [100 * value for value in values]
             hover = f"{name}: %{{y:.3g}}% before %{{x:.3g}}<extra></extra>"

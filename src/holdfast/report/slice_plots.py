@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.auditing.reports import MeasuredLayer, Slice
+from holdfast.auditing.reports import Slice
 from holdfast.report.page_shell import visible_lines
 from holdfast.report.plot_data import LEGEND, Plot, Trace, axis, escaped, trace
 
@@ -18,12 +18,6 @@ SMALLEST = 0.012  # share of the picture that a cell needs to have its name writ
 LONGEST_NAME = 24  # characters of a token's text
 MOST_NAMED = 6  # experts of a set that are written on a cell
 MOST_EXTRA = 3  # experts beyond k that have a shade of their own
-
-
-def slices_of(layers: Sequence[MeasuredLayer], kind: str) -> list[tuple[str | None, Slice]]:
-    """Return the slices of a kind, with the layer of each."""
-    drawn = [(str(layer.layer), layer.pictures.slices) for layer in layers if layer.pictures]
-    return [(layer, found) for layer, slices in drawn for found in slices if found.kind == kind]
 
 
 def cells_caption(slices: Sequence[tuple[str | None, Slice]], panel: int = 0) -> str:
