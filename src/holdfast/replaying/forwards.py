@@ -1,6 +1,6 @@
 """`replay` recorded routes in one forward of a model, and `record` them while a model generates text."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -96,8 +96,7 @@ class Recorder:
         if not isinstance(given, Tensor) or given.dim() != 2:
             raise ValueError("give the token ids (B, N) that generate returned, prompt included.")
         rollout = self._find(given)
-        slots = max(routes.shape[-1] for routes in rollout.routes)
-        joined = torch.cat([self._of.widened(routes, slots) for routes in rollout.routes], dim=1)[:, : given.shape[1]]
+        joined = join_pieces(rollout.routes, self._of, dim=1)[:, : given.shape[1]]
         missing = given.shape[1] - joined.shape[1]
         joined = torch.nn.functional.pad(joined, (0, 0, 0, 0, 0, missing), value=NO_RECORD)
         if attention_mask is not None:
@@ -164,3 +163,9 @@ def record(model: nn.Module) -> Iterator[Recorder]:
         hooks.before(inner, recorder._begin)
         hooks.after(inner, recorder._end)
         yield recorder
+
+
+def join_pieces(pieces: Sequence[Tensor], of: RoutedModel, dim: int) -> Tensor:
+    """Return experts (B,n,L,K) of several forwards as one tensor along `dim`, with as many slots as the widest has."""
+    slots = max(piece.shape[-1] for piece in pieces)
+    return torch.cat([of.widened(piece, slots) for piece in pieces], dim)
