@@ -121,7 +121,7 @@ STOPPED: dict[str, tuple[Callable[[float, str], bool], list[str]]] = {
 def test_an_interrupted_command_writes_what_was_finished(
     name: str, folder: Path, text: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from holdfast.cli import common
+    from holdfast.cli import common, mismatch
 
     is_enough, options = STOPPED[name]
 
@@ -129,7 +129,8 @@ def test_an_interrupted_command_writes_what_was_finished(
         if is_enough(done, what):
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(common, "bar", lambda *_, **__: nullcontext(stop))
+    for module in (common, mismatch):
+        monkeypatch.setattr(module, "bar", lambda *_, **__: nullcontext(stop))
     assert main([name, str(folder), "--text", str(text), *QUICK, *options, "--out", str(tmp_path)]) == 130
     assert "Interrupted" in capsys.readouterr().out
     assert json.loads((tmp_path / f"{name}.json").read_text())["status"] == "interrupted"
