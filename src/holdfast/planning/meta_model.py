@@ -144,7 +144,9 @@ def build_on_meta(config: Any, choice: Choice, change: Change) -> Any:
         if config.model_type in DENSE_FAMILIES and described is None:
             sparsify_on_meta(model, choice, change)
         else:
-            _require_reroutable(config, change)
+            for name in ("experts", "hidden", "shared"):
+                if getattr(change, name) is not None:
+                    raise ValueError(f"this {config.model_type} model has experts already; --{name} is for dense ones.")
             k = change.k if choice.k is None else choice.k
             reroute(model, choice.router, k=k, layers=change.layers, **choice.options)
     return model
@@ -166,12 +168,6 @@ def sparsify_on_meta(model: Any, choice: Choice, change: Change) -> None:
     plain = LayerSpec("smoe", DEFAULT_K if k is None else k, {}, losses, *sizes)
     names = [found[index] for index in choose_layers(change.layers, len(found))]
     apply_specs(model, sparse_specs(names, resolve_layers(choice.router, choice.options, k=k), plain))
-
-
-def _require_reroutable(config: Any, change: Change) -> None:
-    for name in ("experts", "hidden", "shared"):
-        if getattr(change, name) is not None:
-            raise ValueError(f"this {config.model_type} model has experts already; --{name} is for dense ones.")
 
 
 def _read_description(model: str) -> dict[str, Any]:
