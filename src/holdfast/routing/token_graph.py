@@ -14,7 +14,7 @@ keeps its own gates.
 import math
 from dataclasses import replace
 from functools import partial
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -310,21 +310,32 @@ class AttentionPosterior(TokenGraph, StatefulPart):
             gates, real = (visible_rows(rows, context.visible_tokens) for rows in (gates, real))
         output = context.zero_unusable(attention.output)
         count = attention.query.shape[1]
-        posteriors = [
-            _HeadPosterior(
-                head,
-                # u_i . o_j = H (W^T u_i) . v_j, plus a term of the bias that is equal for all j
-                SecondProduct(linear_float32(output, head.across), head.value, count / self.sigma**2),
-                norm / (-2 * self.sigma**2),
-                scale=_scale(attention),
-                causal=context.excludes_later_tokens,
-                real=real,
-                levels=levels,
-            )
+        limits: dict[str, Any] = {"scale": _scale(attention), "causal": context.excludes_later_tokens, "real": real}
+        # The log-weights are q.k scale + u.o / sigma^2 - |o|^2 / (2 sigma^2), without terms that are equal for all j:
+        # u_i . o_j = H (W^T u_i) . v_j, plus a term of the bias.
+        explained: list[dict[str, Any]] = [
+            {
+                "second": SecondProduct(linear_float32(output, head.across), head.value, count / self.sigma**2),
+                "bias": norm / (-2 * self.sigma**2),
+                "levels": levels,
+            }
             for head, norm in zip(heads, norms, strict=True)
         ]
-        mixed = posteriors[0].mix(gates) if self.heads != "all" else _mix_heads(posteriors, gates)
-        return self.combine(own, mixed, context)
+        if self.heads != "all":
+            mixed = softmax_mix(heads[0].query, heads[0].key, gates, mask=heads[0].mask, **limits, **explained[0])
+            return self.combine(own, mixed, context)
+        by_head, evidence = [], []
+        for head, terms in zip(heads, explained, strict=True):
+            mix = partial(softmax_mix_with_total, head.query, head.key, mask=head.mask, **limits)
+            mixed, total = mix(gates, **terms)
+            by_head.append(mixed)
+            # log sum_j A_ij exp(...) over the tokens j that may inform i; A_ij is normalised over all that i attends to.
+            _, attended = mix(gates.new_ones(*gates.shape[:2], 1))
+            sees = total > -torch.inf
+            evidence.append((total.where(sees, 0.0) - attended.where(sees, 0.0)).where(sees, IMPOSSIBLE))
+        # sum_h H'_ih (sum_j W_ijh p_j): the heads are equally likely before u is seen.
+        shares = torch.stack(evidence, -1).softmax(-1)  # (B,N,H)
+        return self.combine(own, (shares.unsqueeze(-1) * torch.stack(by_head, -2)).sum(-2), context)
 
     @property
     def declares(self) -> InformerDeclarations:
@@ -374,17 +385,16 @@ class AttentionPosterior(TokenGraph, StatefulPart):
         count = attention.query.shape[1]
         across = attention.projection.weight.unflatten(1, (count, -1)).permute(1, 2, 0).unsqueeze(0)  # (1,H,D_v,d)
         rows = (attention.query, attention.key, attention.value, across)
-        if self.heads != "all":
-            best = snapshot_for_backward(self.entropy, self.training).argmin().view(1)
-            query, key, value, across = take_heads(rows, best, count)
-            mask = mask_of_head(attention.mask, best)
-            return [_Head(context.zero_unusable(query), key, value, across.squeeze(0), mask)]
-        found = []
-        for head in range(count):
-            query, key, value, across = (each[:, head * each.shape[1] // count] for each in rows)
-            mask = mask_of_head(attention.mask, head)
-            found.append(_Head(context.zero_unusable(query), key, value, across.squeeze(0), mask))
-        return found
+        if self.heads == "all":
+            indices: list[Tensor | int] = [*range(count)]
+            taken = [tuple(each[:, head * each.shape[1] // count] for each in rows) for head in range(count)]
+        else:
+            indices = [snapshot_for_backward(self.entropy, self.training).argmin().view(1)]
+            taken = [take_heads(rows, indices[0], count)]
+        return [
+            _Head(context.zero_unusable(query), key, value, across.squeeze(0), mask_of_head(attention.mask, index))
+            for (query, key, value, across), index in zip(taken, indices, strict=True)
+        ]
 
     def _norms(self, heads: list[_Head], attention: Attention, context: Context) -> list[Tensor]:
         """Return |o_j|^2 (B,M) of every token, for each head; those of earlier tokens are in the cache."""
@@ -419,68 +429,6 @@ class AttentionPosterior(TokenGraph, StatefulPart):
             real = torch.cat([context.token_mask[:, rows] for rows in sampled(tokens.shape[1], step)], 1)
             entropies, count = entropies.where(real.unsqueeze(1), 0.0), real.sum()
         return {"entropies": sum_over_ranks(entropies.sum((0, 2))), "tokens": sum_over_ranks(count)}
-
-
-class _HeadPosterior:
-    """The posterior of one head: its log-weights are q.k scale + u.o / sigma^2 - |o|^2 / (2 sigma^2).
-
-    Terms that are equal for all j are left out.
-    """
-
-    def __init__(
-        self,
-        head: _Head,
-        explained: SecondProduct,
-        bias: Tensor,
-        *,
-        scale: float,
-        causal: bool,
-        real: Tensor | None,
-        levels: Levels | None,
-    ) -> None:
-        self.head, self.explained, self.bias = head, explained, bias
-        self.scale, self.causal, self.real, self.levels = scale, causal, real, levels
-
-    def mix(self, gates: Tensor) -> Tensor:
-        """Return (B,N,E): the gates of all tokens, mixed by this head alone."""
-        return softmax_mix(
-            self.head.query,
-            self.head.key,
-            gates,
-            scale=self.scale,
-            causal=self.causal,
-            real=self.real,
-            mask=self.head.mask,
-            second=self.explained,
-            bias=self.bias,
-            levels=self.levels,
-        )
-
-    def mix_with_evidence(self, gates: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the mixed gates and log sum_j A_ij exp(...) (B,N), over the tokens j that may inform i.
-
-        The attention A_ij is normalised over all tokens that i attends to.
-        """
-        mix = partial(
-            softmax_mix_with_total,
-            self.head.query,
-            self.head.key,
-            scale=self.scale,
-            causal=self.causal,
-            real=self.real,
-            mask=self.head.mask,
-        )
-        mixed, total = mix(gates, second=self.explained, bias=self.bias, levels=self.levels)
-        _, attended = mix(gates.new_ones(*gates.shape[:2], 1))
-        sees = total > -torch.inf
-        return mixed, (total.where(sees, 0.0) - attended.where(sees, 0.0)).where(sees, IMPOSSIBLE)
-
-
-def _mix_heads(posteriors: list[_HeadPosterior], gates: Tensor) -> Tensor:
-    """Return sum_h H'_ih (sum_j W_ijh p_j): the heads are equally likely before u is seen."""
-    mixed, evidence = zip(*(posterior.mix_with_evidence(gates) for posterior in posteriors), strict=True)
-    shares = torch.stack(evidence, -1).softmax(-1)  # (B,N,H)
-    return (shares.unsqueeze(-1) * torch.stack(mixed, -2)).sum(-2)
 
 
 def entropy_step(length: int) -> int:
