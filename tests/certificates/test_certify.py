@@ -78,7 +78,7 @@ def test_a_zero_token_has_no_finite_relative_radius() -> None:
     with torch.no_grad():
         score.weight.copy_(torch.eye(2))
         score.bias.copy_(torch.tensor([1.0, 0.0]))  # type: ignore[union-attr]
-    made = Router(score, select=TopK(2, 2, 1)).eval()
+    made = Router(score, select=TopK(2, 1)).eval()
     found = certify(made, torch.tensor([[0.0, 0.0], [0.0, 1.0]]))
     assert found.relative.tolist() == [math.inf, 0.0]
 
@@ -114,7 +114,7 @@ class Distances(Score):
 
 
 def test_a_router_without_a_certificate_is_refused_and_its_vote_is_certified() -> None:
-    made, tokens = Router(Distances(), select=TopK(6, 4, 2)).eval(), torch.randn(9, 6, generator=generator(0))
+    made, tokens = Router(Distances(), select=TopK(4, 2)).eval(), torch.randn(9, 6, generator=generator(0))
     with pytest.raises(NoCertificate, match=r"Distances: it declares no order.*smoothing="):
         certify(made, tokens)
     found = certify(made, tokens, smoothing=Smoothing(sigma=0.1, samples=60, selection=20, alpha=0.05))
@@ -135,7 +135,7 @@ def test_a_router_that_contradicts_its_declarations_is_refused() -> None:
 
 
 def test_a_zero_projection_has_radius_zero() -> None:
-    made = Router(Cosine(6, 4), select=TopK(6, 4, 2)).eval()
+    made = Router(Cosine(6, 4), select=TopK(4, 2)).eval()
     found = certify(made, torch.zeros(2, 6))
     assert found.radius.tolist() == [0.0, 0.0]
     informed = create_router("xmoe+symphony", dim=6, experts=4, k=2, init="identity").eval()

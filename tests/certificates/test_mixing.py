@@ -18,7 +18,7 @@ def pair_of_tokens(strength: float = 1.0) -> tuple[Router, torch.Tensor, Context
     score = Linear(2, 2)
     with torch.no_grad():
         score.weight.copy_(torch.tensor([[1.0, 0.0], [-1.0, 0.0]]))
-    made = Router(score, TopK(2, 2, 1), [Similarity(2, of="attention", strength=strength)]).eval()
+    made = Router(score, TopK(2, 1), [Similarity(2, of="attention", strength=strength)]).eval()
     seen = replace(attention(1, 2, 2, seed=0), output=torch.zeros(1, 2, 2))
     return made, torch.tensor([[[0.6, 0.0], [0.2, 1.0]]]), Context(attention=seen)
 

@@ -21,7 +21,7 @@ def with_graph(graph: Tensor, weight: Tensor, k: int = 1) -> Router:
     with torch.no_grad():
         score.weight.copy_(weight)
         informer.graph.copy_(graph)
-    return Router(score, TopK(dim, experts, k), [informer]).eval()
+    return Router(score, TopK(experts, k), [informer]).eval()
 
 
 def graph_of(made: Router) -> Tensor:
@@ -57,7 +57,7 @@ def test_the_odds_bound_is_the_best_of_three(name: str, norm: Norm) -> None:
 def test_the_identity_graph_is_the_plain_router(norm: Norm) -> None:
     weight, tokens = torch.randn(9, 5, generator=generator(0)), torch.randn(40, 5, generator=generator(1))
     informed = with_graph(torch.eye(9), weight, k=3)
-    plain = Router(informed.score, select=TopK(5, 9, 3)).eval()
+    plain = Router(informed.score, select=TopK(9, 3)).eval()
     one, other = (certify(made, tokens, norm=norm) for made in (informed, plain))
     torch.testing.assert_close(one.distance, other.distance, rtol=1e-5, atol=1e-9)
     assert torch.equal(one.pair, other.pair) and one.kind == "lower bound"

@@ -22,7 +22,7 @@ def by_hand(weight: list[list[float]], k: int = 1, bias: list[float] | None = No
         score.weight.copy_(torch.tensor(weight))
         if score.bias is not None:
             score.bias.copy_(torch.tensor(bias))
-    return Router(score, select=TopK(len(weight[0]), len(weight), k)).eval()
+    return Router(score, select=TopK(len(weight), k)).eval()
 
 
 def test_two_experts_by_hand() -> None:

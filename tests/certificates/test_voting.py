@@ -18,7 +18,7 @@ def two_experts() -> Router:
     score = Linear(2, 2)
     with torch.no_grad():
         score.weight.copy_(torch.tensor([[1.0, 0.0], [-1.0, 0.0]]))
-    return Router(score, select=TopK(2, 2, 1)).eval()
+    return Router(score, select=TopK(2, 1)).eval()
 
 
 def test_the_certified_radius_covers_at_the_stated_confidence() -> None:

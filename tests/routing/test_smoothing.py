@@ -141,7 +141,7 @@ def test_smooth_is_continuous_and_plain_top_k_is_not(a: float, b: float) -> None
     score = DoubleLinear(dim, experts)
     score.load_state_dict(smooth.score.state_dict())
     body = Experts(dim, 32, experts, dtype=torch.float64)
-    plain = MoE(holdfast.Router(score, holdfast.routing.TopK(dim, experts, k)), body).eval()
+    plain = MoE(holdfast.Router(score, holdfast.routing.TopK(experts, k)), body).eval()
     repaired = MoE(holdfast.Router(score, smooth.select), body).eval()
     tokens = torch.randn(3000, dim)
     with torch.no_grad():

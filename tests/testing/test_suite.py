@@ -39,7 +39,7 @@ DIM, EXPERTS = 24, 7
 
 
 def with_score(score: Linear) -> Router:
-    return Router(score, TopK(DIM, EXPERTS, 2))
+    return Router(score, TopK(EXPERTS, 2))
 
 
 def with_select(select: TopK) -> Router:

@@ -78,7 +78,6 @@ class Capacity(Selector):
         self.ratio = as_ratio(factor)
         self.traits = BATCH_WIDE & base.traits
         self.gate = base.gate
-        self.noise, base.noise = base.noise, None  # the router adds the noise of its own selector, which is this one
 
     @property
     def wrapped(self) -> tuple[Selector, ...]:

@@ -106,21 +106,17 @@ class Hierarchical(TopK):
 
     groups      number of groups of consecutive experts; None: about the square root of the number of experts
     top_groups  how many groups a token may use; None: half of them, or more if they have fewer than k experts
-    weights     as in `TopK`; `noise`, `noise_std`, `noise_temperature` and `rule` too
+    weights     as in `TopK`; `rule` too
     """
 
     def __init__(
         self,
-        dim: int,
         experts: int,
         k: int,
         *,
         groups: int | None = None,
         top_groups: int | None = None,
         weights: Literal["softmax", "switch"] = "softmax",
-        noise: Literal["gaussian", "uniform", "gumbel"] | None = None,
-        noise_std: float | None = None,
-        noise_temperature: float = 1.0,
         rule: Rule | None = None,
     ) -> None:
         check_k(k, experts)
@@ -138,13 +134,4 @@ class Hierarchical(TopK):
                 f"use at least {needed} groups."
             )
         base = Softmax(renormalise=weights == "softmax") if rule is None else rule
-        super().__init__(
-            dim,
-            experts,
-            k,
-            weights=weights,
-            noise=noise,
-            noise_std=noise_std,
-            noise_temperature=noise_temperature,
-            rule=GroupedRule(base, experts, groups, top_groups),
-        )
+        super().__init__(experts, k, weights=weights, rule=GroupedRule(base, experts, groups, top_groups))

@@ -111,28 +111,29 @@ class Registry(NamedEntries[Preset]):
         """
         names, bracketed = split_options(written)
         name, given = "+".join(names), {option_name(option): value for option, value in (options or {}).items()}
-        known, kinds = sorted({"k", *self.options(name)}), {**self._kinds(name), "k": int}
+        presets, parts, known = self.parse(name), self.part_classes(name), sorted({"k", *self.options(name)})
         for option in (*bracketed, *given):
             if option not in known:
                 raise ValueError(f"{unknown_name('option', option, known)[:-1]} for router {name!r}.")
             if option in bracketed and option in given:
                 raise ValueError(f"the option {option} is given twice, in {written!r} and by keyword; give it once.")
-            owners = [preset.name for preset in self.parse(name) if option in _preset_options(preset)]
+            owners = [
+                preset.name for preset in presets if any(option in _options(_load(part)) for part in preset.parts.values())
+            ]
             if len(owners) > 1:
                 raise ValueError(f"{' and '.join(owners)} both have an option {option}, so {name!r} cannot set it for one.")
-        if "k" in bracketed and not self._has_k(name):
+        uses_k = all(preset.k is None for preset in presets) and any("k" in _parameters(part) for part in parts)
+        if "k" in bracketed and not uses_k:
             raise ValueError(f"router {name!r} has no k: how many experts a token uses follows from its scores.")
+        kinds: dict[str, Any] = {}
+        for function in (create_noise, *(part.__init__ for part in parts)):
+            kinds |= {option_name(parameter): kind for parameter, kind in _type_hints(function).items()}
+        kinds["k"] = int
         checked = {
             option: check_value(kinds.get(option, Any), value, f"the option {option}")
             for option, value in {**bracketed, **given}.items()
         }
         return name, checked
-
-    def _has_k(self, name: str) -> bool:
-        """Return whether a part of the router `name` uses k."""
-        if any(preset.k is not None for preset in self.parse(name)):
-            return False
-        return any("k" in _parameters(part) for part in self.part_classes(name))
 
     def part_classes(self, name: str) -> list[type[Part]]:
         """Return the classes of all parts of the router `name`, default parts included."""
@@ -151,17 +152,7 @@ class Registry(NamedEntries[Preset]):
 
     def options(self, name: str) -> list[str]:
         """Return the names of the options of the router `name`, in alphabetical order."""
-        return sorted({option for owner in self._option_owners(name) for option in _options(owner)})
-
-    def _option_owners(self, name: str) -> list[Callable[..., Any]]:
-        """Return what takes the options of the router `name`: its parts, and `create_noise` unless a part has noise."""
-        parts = self.part_classes(name)
-        return [*parts] if any(NOISE[0] in _options(part) for part in parts) else [*parts, create_noise]
-
-    def _kinds(self, name: str) -> dict[str, Any]:
-        """Return the type of each option of the router `name`."""
-        hints = [_type_hints(create_noise), *(_type_hints(part.__init__) for part in self.part_classes(name))]
-        return {option_name(parameter): kind for owner in hints for parameter, kind in owner.items()}
+        return sorted({option for owner in (create_noise, *self.part_classes(name)) for option in _options(owner)})
 
     def build(
         self,
@@ -179,61 +170,51 @@ class Registry(NamedEntries[Preset]):
         """Build the router `name` for tokens of width `dim`. Other arguments are those of `Router` and of its parts."""
         host = host or HostModel()
         name, options = self.resolve(name, options if k is None else {**options, "k": k})
-        k = options.pop("k", None)
         presets = self.parse(name)
         replaced = _merged_parts(presets)
         classes = {stage: _load(part) for stage, part in (DEFAULT_PARTS | replaced).items()}
         defaults: dict[str, Any] = {"k": 2}
-        for preset in sorted(presets, key=_last_stage):  # in the order of the pipeline, not of the names
+        stages = list(STAGES)
+        # In the order of the pipeline, not of the names.
+        for preset in sorted(presets, key=lambda preset: max(map(stages.index, preset.parts), default=-1)):
             defaults |= preset.defaults
         default_k = min(defaults.pop("k"), experts)
-        sizes = {"dim": dim, "experts": experts, "k": default_k if k is None else k}
+        sizes = {"dim": dim, "experts": experts, "k": options.pop("k", default_k)}
         for fixed in (preset.k for preset in presets if preset.k is not None):
             sizes["k"] = min(fixed, experts)
-        _check_sizes(**sizes)
+        for size in ("dim", "experts"):
+            if sizes[size] < 1:
+                raise ValueError(f"{size} is {sizes[size]}; a router needs at least 1.")
+        check_k(sizes["k"], experts)
         if host.pretrained:
             for part in classes.values():
                 defaults |= part.pretrained_defaults
         known = self.options(name)
         from_host = {option: value for option, value in host.options.items() if option in known}
         values = sizes | defaults | from_host | options
-        if host.rule is not None and "weights" not in options and not _sets_weights(presets):
+        sets_weights = any("select" in preset.parts and "weights" in preset.defaults for preset in presets)
+        if host.rule is not None and "weights" not in options and not sets_weights:
             values["rule"] = host.rule
         built: dict[str, Any] = {}
         if host.score is not None and "score" not in replaced:
             built["score"] = host.score
-        # Noise belongs to the outermost selector: a capacity limit does not pass it on to the selector inside.
-        withheld = NOISE if "capacity" in classes else ()
         # An option that a part of a name has is not also for the parts that no name brings.
         of_names = {option for part in replaced.values() for option in _options(_load(part))} & options.keys()
         for stage in STAGES:
             if stage in classes and stage not in built:
                 base = {"base": built[WRAPPERS[stage]]} if stage in WRAPPERS else {}
-                skipped = {*(withheld if stage == "select" else ()), *(() if stage in replaced else of_names)}
-                given = {key: value for key, value in values.items() if key not in skipped}
+                given = {key: value for key, value in values.items() if stage in replaced or key not in of_names}
                 built[stage] = _construct(classes[stage], given | base, name)
-        has_noise = any(NOISE[0] in _options(part) for stage, part in classes.items() if stage != "select" or not withheld)
-        described: dict[str, Any] = {key: value for key, value in values.items() if key in (*NOISE, "dim", "experts")}
         return Router(
             score=built.get("cluster", built["score"]),
             select=built.get("capacity", built["select"]),
             inform=[built[side] for side in ("expert", "token") if side in built],
-            noise=None if has_noise else create_noise(**described),
+            noise=create_noise(dim, experts, **{key: values[key] for key in NOISE if key in values}),
             losses=losses,
             layer=layer,
             check_finite=check_finite,
             scale=host.scale,
         )
-
-
-def _sets_weights(presets: list[Preset]) -> bool:
-    """Return whether one of the names sets how selected experts are weighted."""
-    return any("select" in preset.parts and "weights" in preset.defaults for preset in presets)
-
-
-def _last_stage(preset: Preset) -> int:
-    """Return the position of the last stage that a preset replaces; -1 if it replaces none."""
-    return max((list(STAGES).index(stage) for stage in preset.parts), default=-1)
 
 
 def _construct(part: type[Part], values: Mapping[str, Any], name: str) -> Part:
@@ -256,14 +237,6 @@ def _merged_parts(presets: list[Preset]) -> dict[str, type[Part] | str]:
                 raise ValueError(f"{replaced_by[stage]!r} and {preset.name!r} both replace {what}; use one of them.")
             replaced_by[stage], merged[stage] = preset.name, part
     return merged
-
-
-def _check_sizes(dim: int, experts: int, k: int) -> None:
-    if dim < 1:
-        raise ValueError(f"dim is {dim}; the width of tokens must be at least 1.")
-    if experts < 1:
-        raise ValueError(f"experts is {experts}; a router needs at least 1.")
-    check_k(k, experts)
 
 
 def _load(part: type[Part] | str) -> type[Part]:
@@ -289,7 +262,3 @@ def _type_hints(function: Callable[..., Any]) -> dict[str, Any]:
 
 def _options(part: Callable[..., Any]) -> list[str]:
     return [option_name(name) for name in _parameters(part) if name not in GIVEN]
-
-
-def _preset_options(preset: Preset) -> set[str]:
-    return {option for part in preset.parts.values() for option in _options(_load(part))}
