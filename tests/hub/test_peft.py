@@ -93,7 +93,7 @@ def test_routers_that_read_attention_read_it_with_its_adapters(family: str, rout
     model = (
         holdfast.reroute(tiny(family), router)
         if family == "mixtral"
-        else holdfast.sparsify(tiny_dense(family), experts=8, k=2, router=router, noise=0.5)
+        else holdfast.sparsify(tiny_dense(family), experts=8, router=router, noise=0.5)
     )
     plain = logits(model)
     wrapped = adapted(model, targets, fan_in_fan_out=family == "gpt2")
@@ -150,7 +150,7 @@ def test_dora_is_read_as_the_weights_that_it_merges_to(family: str, router: str)
     model: Any = (
         holdfast.reroute(tiny(family), router)
         if family == "mixtral"
-        else holdfast.sparsify(tiny_dense(family), experts=8, k=2, router=router, noise=0.5)
+        else holdfast.sparsify(tiny_dense(family), experts=8, router=router, noise=0.5)
     )
     targets = ["o_proj"] if family == "mixtral" else ["attn.c_proj"]
     wrapped = adapted(model, targets, use_dora=True, fan_in_fan_out=family == "gpt2")

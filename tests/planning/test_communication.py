@@ -17,7 +17,7 @@ from holdfast.planning.planning import all_reduce_bytes, exchanged_bytes, layout
 
 
 def sparse(router: str = "smoe", **options: Any) -> Any:
-    return holdfast.sparsify(tiny_dense("llama"), experts=8, k=2, router=router, **options).train()
+    return holdfast.sparsify(tiny_dense("llama"), experts=8, router=router, **options).train()
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def count_training(model: Any, given: dict[str, Any]) -> int:
 
 @pytest.mark.parametrize("router", ROUTERS)
 def test_the_forward_of_a_sparsified_llama(router: str) -> None:
-    model = holdfast.sparsify(eager(tiny_dense("llama")), experts=8, k=2, router=router)
+    model = holdfast.sparsify(eager(tiny_dense("llama")), experts=8, router=router)
     expected = forward_flops(measure_shape(model, square())).total * 24
     assert count_forward(model, batch()) == pytest.approx(expected + once(model, router), rel=1e-12)
 
@@ -62,7 +62,7 @@ def once(model: Any, router: str) -> float:
 @pytest.mark.parametrize("router", [*ROUTERS, "smoe-dropout"])
 def test_a_training_step_of_a_sparsified_llama(router: str) -> None:
     options: dict[str, Any] = {"k_final": 2} if router == "smoe-dropout" else {}
-    model = holdfast.sparsify(eager(tiny_dense("llama")), experts=8, k=2, router=router, **options)
+    model = holdfast.sparsify(eager(tiny_dense("llama")), experts=8, router=router, **options)
     expected = training_flops(measure_shape(model, square())).total * 24
     assert count_training(model, batch()) == pytest.approx(expected + 3 * once(model, router), rel=1e-12)
 
@@ -96,7 +96,7 @@ def test_options_of_similarity(options: dict[str, Any]) -> None:
 
 def test_the_posterior_over_all_heads_is_counted_for_every_head() -> None:
     router = "attention[heads=all]"
-    model = holdfast.sparsify(eager(tiny_dense("llama")), experts=8, k=2, router=router)
+    model = holdfast.sparsify(eager(tiny_dense("llama")), experts=8, router=router)
     expected = training_flops(measure_shape(model, square())).total * 24
     assert count_training(model, batch()) == pytest.approx(expected + 3 * once(model, router), rel=1e-12)
 
@@ -132,7 +132,7 @@ def test_a_recomputation_updates_no_state(router: str, options: dict[str, Any]) 
     for name, given in (("smoe", {}), (router, options)):
         for again in (False, True):
             model = eager(tiny_dense("llama"))
-            holdfast.sparsify(model, experts=8, k=2, router=name, router_options=given)
+            holdfast.sparsify(model, experts=8, router=name, router_options=given)
             if again:
                 model.gradient_checkpointing_enable({"use_reentrant": False})
             counted.append(count_training(model, batch()) - (3 + again) * once(model, name))

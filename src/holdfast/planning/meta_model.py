@@ -29,7 +29,7 @@ from holdfast.model_size import (
     require_sane_top_k,
     stored_bytes,
 )
-from holdfast.routing.layer_names import resolve_layers, written_name
+from holdfast.routing.layer_names import resolve_layers, shared_k, written_name
 
 CONFIG = "config.json"
 RECOGNISED = (  # MoE families without a row whose planned FLOPs equal those that torch counts (tests/planning)
@@ -147,7 +147,7 @@ def build_on_meta(config: Any, choice: Choice, change: Change) -> Any:
             for name in ("experts", "hidden", "shared"):
                 if getattr(change, name) is not None:
                     raise ValueError(f"this {config.model_type} model has experts already; --{name} is for dense ones.")
-            k = change.k if choice.k is None else choice.k
+            k = shared_k(choice.router, change.k) if choice.k is None else choice.k
             reroute(model, choice.router, k=k, layers=change.layers, **choice.options)
     return model
 
@@ -162,7 +162,7 @@ def sparsify_on_meta(model: Any, choice: Choice, change: Change) -> None:
     found = list(dense_layers(model))
     if not found:
         raise ValueError(f"this {family.model_type} model has no feed-forward network to sparsify.")
-    k = change.k if choice.k is None else choice.k
+    k = shared_k(choice.router, change.k) if choice.k is None else choice.k
     losses, weights = loss_coefficients(change.losses), "softmax" if change.copied else None
     sizes = (change.copied, change.experts, change.hidden, weights, change.shared)
     plain = LayerSpec("smoe", DEFAULT_K if k is None else k, {}, losses, *sizes)

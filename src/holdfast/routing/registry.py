@@ -122,9 +122,8 @@ class Registry(NamedEntries[Preset]):
             ]
             if len(owners) > 1:
                 raise ValueError(f"{' and '.join(owners)} both have an option {option}, so {name!r} cannot set it for one.")
-        uses_k = all(preset.k is None for preset in presets) and any("k" in _parameters(part) for part in parts)
-        if "k" in bracketed and not uses_k:
-            raise ValueError(f"router {name!r} has no k: how many experts a token uses follows from its scores.")
+        if "k" in bracketed:
+            self.require_k(name)
         kinds: dict[str, Any] = {}
         for function in (create_noise, *(part.__init__ for part in parts)):
             kinds |= {option_name(parameter): kind for parameter, kind in _type_hints(function).items()}
@@ -134,6 +133,16 @@ class Registry(NamedEntries[Preset]):
             for option, value in {**bracketed, **given}.items()
         }
         return name, checked
+
+    def uses_k(self, name: str) -> bool:
+        """Return whether a part of the router `name` uses k."""
+        fixed = any(preset.k is not None for preset in self.parse(name))
+        return not fixed and any("k" in _parameters(part) for part in self.part_classes(name))
+
+    def require_k(self, name: str) -> None:
+        """Raise ValueError if no part of the router `name` uses k."""
+        if not self.uses_k(name):
+            raise ValueError(f"router {name!r} has no k: how many experts a token uses follows from its scores.")
 
     def part_classes(self, name: str) -> list[type[Part]]:
         """Return the classes of all parts of the router `name`, default parts included."""
