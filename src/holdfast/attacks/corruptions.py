@@ -29,7 +29,7 @@ from holdfast.attacks.corruption_kinds import (
 )
 from holdfast.attacks.flags import Flag
 from holdfast.attacks.threat import Json, check_bounds, check_count, check_seed, distances, generators
-from holdfast.errors import unknown_name
+from holdfast.errors import require_known
 
 Setting = tuple[Any, ...]
 FOR_LARGE, FOR_SMALL = 244, 32  # the published elastic settings are shares of these; the 244 is published so
@@ -184,8 +184,7 @@ def corrupt(
                 side of 96 pixels on
     frost       (photographs, channels, height, width), from 0 to 1
     """
-    if name not in CORRUPTIONS:
-        raise ValueError(unknown_name("corruption", name, CORRUPTIONS))
+    require_known("corruption", name, CORRUPTIONS)
     check_count(severity, "severity", least=0)
     if severity > SEVEREST:
         raise ValueError(f"severity is {severity}; expected 1 to {SEVEREST}, or 0 for clean images.")
@@ -194,9 +193,8 @@ def corrupt(
     if images.dim() != 4 or images.shape[1] not in (1, 3):
         raise ValueError(f"images have shape {tuple(images.shape)}; expected (B, C, H, W) with 1 or 3 channels.")
     check_bounds(images, (0.0, 1.0))
-    if size not in (None, "large", "small"):
-        raise ValueError(unknown_name("size", size, ("large", "small")))
     size = size or ("large" if min(images.shape[-2:]) >= LARGE else "small")
+    require_known("size", size, ("large", "small"))
     corruption = CORRUPTIONS[name]
     corrupted = images
     if severity > 0 and images.numel() > 0:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from holdfast.attacks.threat import Json
+from holdfast.attacks.threat import Json, gradient
 
 Model = Callable[[Tensor], Tensor]  # inputs (B, ...) to logits (B, classes)
 Kind = Literal[
@@ -91,10 +91,7 @@ def input_gradients(model: Model, inputs: Tensor, loss: Callable[[Tensor], Tenso
     with torch.enable_grad():
         logits = model(inputs)
         total = loss(logits)
-    if not total.requires_grad:
-        return logits.detach(), torch.zeros_like(inputs)
-    (gradients,) = torch.autograd.grad(total, inputs, allow_unused=True)
-    return logits.detach(), torch.zeros_like(inputs) if gradients is None else gradients
+    return logits.detach(), gradient(total, inputs)
 
 
 def train_mode_flag(model: object) -> tuple[Flag, ...]:

@@ -16,18 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from holdfast.attacks.flags import Flag, Model, black_box_flag, check_model, checked_logits, input_gradients, warn
-from holdfast.attacks.threat import (
-    Bounds,
-    Json,
-    Norm,
-    check_bounds,
-    check_budget,
-    check_count,
-    check_norm,
-    distances,
-    project,
-)
-from holdfast.errors import unknown_name
+from holdfast.attacks.threat import Bounds, Json, check_bounds, check_budget, check_count, distances, project
+from holdfast.errors import require_known
+from holdfast.routing.bounds import Norm, check_norm
 
 
 @dataclass(frozen=True)
@@ -278,8 +269,7 @@ class Threat:
         check_budget(self.budget)
         check_norm(self.norm)
         check_count(self.top, "top")
-        if self.loss not in LOSSES:
-            raise ValueError(unknown_name("loss", self.loss, LOSSES))
+        require_known("loss", self.loss, LOSSES)
 
     def run(
         self,

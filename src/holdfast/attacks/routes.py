@@ -19,19 +19,10 @@ import torch
 from torch import Tensor
 
 from holdfast.attacks.flags import Flag, black_box_flag, randomised_flag, train_mode_flag, warn, zero_gradient_flag
-from holdfast.attacks.route_search import Route, RouteProbe, RouteSearch, Target, gradient, nearest_targets
-from holdfast.attacks.threat import (
-    Json,
-    Norm,
-    check_budget,
-    check_count,
-    check_norm,
-    check_seed,
-    derived_seed,
-    distances,
-    row_norms,
-)
+from holdfast.attacks.route_search import Route, RouteProbe, RouteSearch, Target, nearest_targets
+from holdfast.attacks.threat import Json, check_budget, check_count, check_seed, derived_seed, distances, gradient, row_norms
 from holdfast.routing import Context, Router, Traits
+from holdfast.routing.bounds import Norm, check_norm
 
 
 @dataclass(frozen=True)

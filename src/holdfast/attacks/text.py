@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from holdfast.attacks.flags import Flag, warn
 from holdfast.attacks.threat import Json, check_rate, check_seed, derived_seed
-from holdfast.errors import unknown_name
+from holdfast.errors import require_known
 
 Span = tuple[int, int]  # characters, [start, end)
 Spans = npt.NDArray[np.int64]  # (T,2)
@@ -34,11 +34,6 @@ class Change(NamedTuple):
 
     before: Span
     after: Span
-
-
-class Word(NamedTuple):
-    text: str
-    span: Span
 
 
 @dataclass(frozen=True)
@@ -150,8 +145,10 @@ def _numbered(spans: Spans) -> npt.NDArray[np.int64]:
     return np.concatenate([spans, count[:, None]], axis=1)
 
 
-def words_of(text: str, special: Collection[str] = ()) -> Iterator[Word]:
-    """Yield the words of a text: letters and digits joined by apostrophes, hyphens and underscores; numbers with points.
+def words_of(text: str, special: Collection[str] = ()) -> Iterator[tuple[str, Span]]:
+    """Yield the words of a text, with their spans.
+
+    A word is letters and digits joined by apostrophes, hyphens and underscores, or a number with points.
 
     Special tokens (`<unk>`, `</s>`, `<|endoftext|>`, `[MASK]`, and those named in `special`) are not words, nor is
     any part of them.
@@ -159,7 +156,7 @@ def words_of(text: str, special: Collection[str] = ()) -> Iterator[Word]:
     named = [re.escape(token) for token in sorted(special, key=len, reverse=True) if token]
     for match in re.finditer(f"{'|'.join([*named, _SPECIAL])}|(?P<word>{_WORD})", text):
         if match["word"]:
-            yield Word(match["word"], match.span())
+            yield match["word"], match.span()
 
 
 def change_words(
@@ -310,7 +307,7 @@ def swappable(words: Iterable[str]) -> list[str]:
 
 def words_in(texts: Iterable[str]) -> list[str]:
     """Return the `swappable` words of some texts."""
-    return swappable(word.text for text in texts for word in words_of(text))
+    return swappable(word for text in texts for word, _ in words_of(text))
 
 
 Typo = Literal["swap", "drop", "double", "neighbour"]
@@ -348,8 +345,7 @@ def misspell(
     position; the word always changes. The other options are those of `swap_words`.
     """
     for typo in typos:
-        if typo not in TYPOS:
-            raise ValueError(unknown_name("typo", typo, TYPOS))
+        require_known("typo", typo, TYPOS)
     if not typos:
         raise ValueError(f"typos is empty; name at least one of {', '.join(TYPOS)}.")
 

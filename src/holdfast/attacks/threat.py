@@ -10,22 +10,13 @@ R rows, each one attacked input (an image, a token)
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from holdfast.errors import unknown_name
+from holdfast.routing.bounds import Norm
 
-Norm = Literal["linf", "l2"]
-NORMS: tuple[Norm, ...] = get_args(Norm)
 Json = str | int | float | bool | Sequence["Json"] | Mapping[str, "Json"] | None  # lists and dictionaries, in fact
-
-
-def check_norm(norm: str) -> None:
-    """Raise ValueError if `norm` is not one of NORMS."""
-    if norm not in NORMS:
-        raise ValueError(unknown_name("norm", norm, NORMS))
 
 
 def check_rate(rate: float) -> None:
@@ -67,6 +58,14 @@ def direction(gradient: Tensor, norm: Norm) -> Tensor:
     flat = flat / flat.abs().amax(1, keepdim=True).clamp_min(torch.finfo(flat.dtype).tiny)
     flat = flat / flat.norm(dim=1, keepdim=True).clamp_min(torch.finfo(flat.dtype).tiny)
     return flat.view_as(gradient)
+
+
+def gradient(value: Tensor, inputs: Tensor) -> Tensor:
+    """Return the gradient of `value` with respect to `inputs`; 0 if `value` does not depend on them."""
+    if not value.requires_grad:
+        return torch.zeros_like(inputs)
+    (slope,) = torch.autograd.grad(value, inputs, retain_graph=True, allow_unused=True)
+    return torch.zeros_like(inputs) if slope is None else slope
 
 
 def _is_number(value: object) -> bool:

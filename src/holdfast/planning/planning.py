@@ -59,7 +59,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from holdfast.errors import unknown_name
+from holdfast.errors import require_known
 from holdfast.planning.meta_model import Change, Choice, build_on_meta, default_routers, read_config, require_own_weights
 from holdfast.planning.model_shape import LayerShape, ModelShape, Setting, measure_shape
 from holdfast.routing.declarations import FLOAT, INTEGER
@@ -301,8 +301,7 @@ class Workload:
     gpu_memory: float = 80.0  # GiB
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ValueError(unknown_name("dtype", self.dtype, DTYPES))
+        require_known("dtype", self.dtype, DTYPES)
         for name in ("sequence", "batch", "gpus", "gpu_memory"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:

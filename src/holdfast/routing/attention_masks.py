@@ -59,15 +59,6 @@ def allowed_by(mask: Tensor) -> Tensor:
     return mask > torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else mask != 0
 
 
-def separates_neighbours(mask: Tensor, real: Tensor) -> Tensor:
-    """Return a bool: whether a mask `(B,1,N,N)` hides from a real token the real token before it, as in packed rows."""
-    places = torch.arange(real.shape[1], device=real.device)
-    # (B,N-1): the last real token before each token; token 0 where there is none.
-    before = places.where(real, 0).cummax(1).values[:, :-1]
-    seen = allowed_by(mask[:, 0]).expand(len(real), -1, -1)[:, 1:].gather(2, before.unsqueeze(-1)).squeeze(-1)
-    return (real[:, 1:] & real.gather(1, before) & ~seen).any()
-
-
 def require_separate_sequences(mask: Any, options: dict[str, Any]) -> None:
     """Raise ValueError if a row has several sequences and no mask from which a router can separate them."""
     if options.get("cache") is not None:
@@ -84,7 +75,11 @@ def require_separate_sequences(mask: Any, options: dict[str, Any]) -> None:
 
 def require_one_sequence_in_a_row(mask: Tensor, real: Tensor) -> None:
     """Raise ValueError if a mask `(B,1,N,N)` separates a real token from the real token before it."""
-    if bool(separates_neighbours(mask, real)):
+    places = torch.arange(real.shape[1], device=real.device)
+    # (B,N-1): the last real token before each token; token 0 where there is none.
+    before = places.where(real, 0).cummax(1).values[:, :-1]
+    seen = allowed_by(mask[:, 0]).expand(len(real), -1, -1)[:, 1:].gather(2, before.unsqueeze(-1)).squeeze(-1)
+    if bool((real[:, 1:] & real.gather(1, before) & ~seen).any()):
         raise ValueError(
             "the attention mask packs several sequences into one row, and a SoftMoE or SMEAR layer would mix them; put "
             "each sequence into a row of its own."

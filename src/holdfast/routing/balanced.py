@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from holdfast.errors import unknown_name
+from holdfast.errors import require_known
 from holdfast.kernels.select import TINY, top
 from holdfast.routing.assignment import assign_balanced
 from holdfast.routing.declarations import (
@@ -60,20 +60,17 @@ class ExpertChoice(Selector):
                 the tokens of the batch in evaluation, too, so that a model cannot generate
     """
 
+    training_traits = BATCH_WIDE
+
     def __init__(self, experts: int, k: int, *, factor: float = 1.0, evaluate: Literal["top-k", "same"] = "top-k") -> None:
         super().__init__()
         check_k(k, experts)
         if not 0 < factor < math.inf:
             raise ValueError(f"factor is {factor}; the number of tokens of an expert must be positive and finite.")
-        if evaluate not in ("top-k", "same"):
-            raise ValueError(unknown_name("evaluation", evaluate, ("top-k", "same")))
+        require_known("evaluation", evaluate, ("top-k", "same"))
         self.experts, self.k, self.factor, self.evaluate = experts, k, factor, evaluate
         self.ratio = as_ratio(factor)
         self.traits = BATCH_WIDE if evaluate == "same" else Traits()
-
-    @property
-    def training_traits(self) -> Traits:
-        return BATCH_WIDE
 
     def forward(self, scores: Scores, tokens: Tensor, context: Context) -> Selection:
         shares = normalise(scores.gates)
@@ -128,6 +125,7 @@ class Sinkhorn(Selector, StatefulPart):
                 batch sets it
     """
 
+    training_traits = BATCH_WIDE
     ragged = False
     running: Tensor  # (E,)
     seen: Tensor  # whether a batch has set `running`
@@ -136,17 +134,12 @@ class Sinkhorn(Selector, StatefulPart):
         super().__init__()
         check_k(k, experts)
         bias = "none" if bias is None else bias
-        if bias not in ("none", "running"):
-            raise ValueError(unknown_name("bias", bias, ("none", "running")))
+        require_known("bias", bias, ("none", "running"))
         self.experts, self.k, self.has_bias = experts, k, bias == "running"
         if self.has_bias:
             self.register_buffer("running", torch.zeros(experts))
             self.register_buffer("seen", flag())
             self.register_statistics(potentials=torch.zeros(experts), tokens=torch.zeros((), dtype=torch.int64))
-
-    @property
-    def training_traits(self) -> Traits:
-        return BATCH_WIDE
 
     def new_state(self) -> dict[str, Tensor]:
         if not self.has_bias:
@@ -211,16 +204,13 @@ class BaseAssignment(Selector):
     experts. It compares the scores of different tokens, which gates do not keep, so it takes no informer.
     """
 
+    training_traits = BATCH_WIDE
     ragged = False
 
     def __init__(self, experts: int, k: int) -> None:
         super().__init__()
         check_k(k, experts)
         self.experts, self.k = experts, k
-
-    @property
-    def training_traits(self) -> Traits:
-        return BATCH_WIDE
 
     def forward(self, scores: Scores, tokens: Tensor, context: Context) -> Selection:
         experts = top(scores.key, self.k)

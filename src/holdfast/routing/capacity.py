@@ -22,7 +22,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from holdfast.errors import unknown_name
+from holdfast.errors import require_known
 from holdfast.kernels.operators import EVERYWHERE, operator
 from holdfast.kernels.select import ordered_keys, top
 from holdfast.routing.balanced import BATCH_WIDE, as_ratio, places_of_each
@@ -68,10 +68,8 @@ class Capacity(Selector):
         super().__init__()
         if not 0 < factor < math.inf:
             raise ValueError(f"factor is {factor}; the capacity of an expert must be positive and finite.")
-        if policy not in POLICIES:
-            raise ValueError(unknown_name("policy", policy, POLICIES))
-        if order not in ORDERS:
-            raise ValueError(unknown_name("order", order, ORDERS))
+        require_known("policy", policy, POLICIES)
+        require_known("order", order, ORDERS)
         if (reason := base.declares.not_limited) is not None:
             raise ValueError(f"a capacity cannot limit {type(base).__name__}: {reason}; remove one of them.")
         self.base, self.experts, self.factor, self.policy, self.order = base, experts, factor, policy, order

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from holdfast.errors import unknown_name
+from holdfast.errors import require_known
 from holdfast.kernels import clusters
 from holdfast.kernels.clusters import naive
 from holdfast.kernels.operators import on_side_stream, wait_for_side_stream
@@ -78,14 +78,10 @@ class Clustered(Score, StatefulPart):
     ) -> None:
         super().__init__()
         clusters = experts if clusters is None else clusters
-        for kind, chosen, known in (
-            ("spread", spread, ("mad", "variance", "iqr")),
-            ("kind of scales", scales, ("inverse", "exact")),
-            ("kind of features", features, ("spreads", "random")),
-            ("kind of statistics", stats, ("running", "batch")),
-        ):
-            if chosen not in known:
-                raise ValueError(unknown_name(kind, chosen, known))
+        require_known("spread", spread, ("mad", "variance", "iqr"))
+        require_known("kind of scales", scales, ("inverse", "exact"))
+        require_known("kind of features", features, ("spreads", "random"))
+        require_known("kind of statistics", stats, ("running", "batch"))
         given = {"spread": spread != "mad", "scales": scales != "inverse", "stats": stats != "running"}
         if features == "random" and any(given.values()):
             names = ", ".join(name for name, is_given in given.items() if is_given)

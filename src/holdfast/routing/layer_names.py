@@ -141,14 +141,13 @@ def _layers_of(router: LayerRouter) -> str:
 
 def written_name(routers: list[LayerRouter]) -> str:
     """Return the name that `resolve_layers` reads as these routers: equal routers have equal names, however spelt."""
-    return "|".join(map(_written, routers))
-
-
-def _written(router: LayerRouter) -> str:
-    options = {**({} if router.k is None else {"k": router.k}), **dict(sorted(router.options.items()))}
-    brackets = ",".join(f"{name}={written_value(value)}" for name, value in options.items())
-    layers = "" if router.layers is None else f"@{router.layers}"
-    return f"{router.router}{f'[{brackets}]' if brackets else ''}{layers}"
+    names = []
+    for router in routers:
+        options = {**({} if router.k is None else {"k": router.k}), **dict(sorted(router.options.items()))}
+        brackets = ",".join(f"{name}={written_value(value)}" for name, value in options.items())
+        layers = "" if router.layers is None else f"@{router.layers}"
+        names.append(f"{router.router}{f'[{brackets}]' if brackets else ''}{layers}")
+    return "|".join(names)
 
 
 def preset_names(written: str) -> list[str]:

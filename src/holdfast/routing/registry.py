@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
 from holdfast.checked import check_value
-from holdfast.errors import unknown_name
+from holdfast.errors import require_known, unknown_name
 from holdfast.plugins import Registry as NamedEntries
 from holdfast.routing.declarations import LayerKind
 from holdfast.routing.grammar import option_name, split_options
@@ -73,10 +73,8 @@ class Preset:
                 f"none of {RESERVED}"
             )
         for stage in self.parts:
-            if stage not in STAGES:
-                raise ValueError(unknown_name("stage", stage, STAGES))
-        if self.family not in FAMILIES:
-            raise ValueError(unknown_name("family of routers", self.family, FAMILIES))
+            require_known("stage", stage, STAGES)
+        require_known("family of routers", self.family, FAMILIES)
 
 
 @dataclass(frozen=True)

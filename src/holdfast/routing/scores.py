@@ -182,20 +182,7 @@ class ModalityLinear(Score):
                 "this router has a score for each modality, and the context has no modality: pass Context(modality=...) (a "
                 "Hugging Face model needs an image token in its config, and input_ids, not inputs_embeds)."
             )
-        if modality.shape != tokens.shape[:2] or modality.is_floating_point():
-            raise ValueError(
-                f"modality is {modality.dtype} of shape {tuple(modality.shape)}; expected whole numbers of shape "
-                f"{tuple(tokens.shape[:2])}."
-            )
-        modality = modality.long().to(tokens.device)  # a model on several devices has its ids on the first
-        if context.token_mask is not None:
-            known = (modality >= 0) & (modality < self.modalities)
-            modality = modality.where(context.token_mask | known, 0)
-        if modality.device.type == "cpu" and not torch.compiler.is_compiling() and modality.numel():
-            low, high = int(modality.min()), int(modality.max())
-            if low < 0 or high >= self.modalities:
-                raise ValueError(f"modality has values from {low} to {high}; expected 0 to {self.modalities - 1}.")
-        return modality
+        return context.known_numbers(modality, "modality", self.modalities, tokens).long()
 
 
 def is_offloaded(module: nn.Module) -> bool:

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from holdfast.errors import unknown_name
+from holdfast.errors import require_known
 from holdfast.kernels.select import Amounts, select_top_k, top, weigh
 from holdfast.routing.declarations import ActiveExperts, Conditions, Cost, keep_best, selection_bytes
 from holdfast.routing.parts import Selector, SelectorDeclarations
@@ -41,8 +41,7 @@ class TopK(Selector):
         super().__init__()
         check_k(k, experts)
         k_final = experts if k_final == "all" else k_final
-        if weights not in ("softmax", "switch"):
-            raise ValueError(unknown_name("kind of weights", weights, ("softmax", "switch")))
+        require_known("kind of weights", weights, ("softmax", "switch"))
         self.k, self.experts, self.weights, self.k_final = k, experts, weights, k_final
         self.rule = Softmax(renormalise=weights == "softmax") if rule is None else rule
         self.gate, self.ragged = self.rule.gate, k_final is not None

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
-from holdfast.errors import unknown_name
+from holdfast.errors import require_known
 from holdfast.kernels.attention import attention_entropy, projected_norms, sampled, take_heads
 from holdfast.kernels.fp32_linear import linear_float32
 from holdfast.kernels.operators import snapshot_for_backward
@@ -62,8 +62,7 @@ class TokenGraph(Informer):
                 raise ValueError(f"strength is {strength!r}; it must be a number between 0 (no mixing) and 1, or 'learned'.")
         elif not 0 <= strength <= 1:
             raise ValueError(f"strength is {strength}; it must be between 0 (no mixing) and 1.")
-        if from_ not in get_args(From):
-            raise ValueError(unknown_name("value of from", from_, get_args(From)))
+        require_known("value of from", from_, get_args(From))
         self.from_: From = from_
         self._fixed_strength = None if isinstance(strength, str) else float(strength)
         first = torch.full((1,), math.log(FIRST_STRENGTH / (1 - FIRST_STRENGTH)))
@@ -153,10 +152,8 @@ class Similarity(TokenGraph):
         from_: From = "all",
     ) -> None:
         super().__init__(strength=strength, from_=from_)
-        if of not in get_args(Of):
-            raise ValueError(unknown_name("value of of", of, get_args(Of)))
-        if form not in get_args(Form):
-            raise ValueError(unknown_name("form", form, get_args(Form)))
+        require_known("value of of", of, get_args(Of))
+        require_known("form", form, get_args(Form))
         if isinstance(tau, str) and tau != "sqrt":
             raise ValueError(f"tau is {tau!r}; it must be a positive number or 'sqrt'.")
         if not isinstance(tau, str) and not tau > 0:
