@@ -167,11 +167,11 @@ def test_a_part_without_a_constructor_of_its_own_has_no_options(scratch_name: st
 
 
 def test_a_name_can_replace_several_stages(scratch_name: str) -> None:
-    """As `smoe-dropout` does; the parts are imported when first used, and the slots are taken."""
+    """As `smoe-dropout` does."""
     holdfast.register(
         scratch_name,
         stage="score",
-        also={"select": "holdfast.routing.selection:TopK"},
+        also={"select": TopK},
         about="frozen scores, k grows",
         paper="a test",
         defaults={"k_final": "all"},

@@ -7,7 +7,6 @@ This grammar is used everywhere: by `create_router`, `reroute` and `sparsify`, b
 """
 
 import functools
-import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,7 +20,8 @@ from holdfast.routing.grammar import option_name, split_options
 from holdfast.routing.noise import create_noise
 from holdfast.routing.parts import Informer, Part, Score, Selector
 from holdfast.routing.router import LossTerms, Router
-from holdfast.routing.selection import Rule, check_k
+from holdfast.routing.scores import Linear
+from holdfast.routing.selection import Rule, TopK, check_k
 
 # What a part can fill, in the order of the pipeline. "cluster" wraps the score and "capacity" the selector; "expert" and
 # "token" are the two sides of the stage inform.
@@ -34,7 +34,7 @@ STAGES: dict[str, type[Part]] = {
     "capacity": Selector,
 }
 WRAPPERS = {"cluster": "score", "capacity": "select"}  # a part of the first stage gets the part of the second as `base`
-DEFAULT_PARTS = {"score": "holdfast.routing.scores:Linear", "select": "holdfast.routing.selection:TopK"}
+DEFAULT_PARTS: dict[str, type[Part]] = {"score": Linear, "select": TopK}
 RESERVED = "+[],=@|"  # characters of the grammar, which no name may contain
 FAMILIES = {  # headings under which routers are listed, in this order
     "plain": "scores of each token by itself, and a fixed number of experts",
@@ -61,7 +61,7 @@ class Preset:
     name: str
     about: str
     paper: str
-    parts: Mapping[str, type[Part] | str] = field(default_factory=dict)  # stage -> class, or "module:Class"
+    parts: Mapping[str, type[Part]] = field(default_factory=dict)  # by stage
     defaults: Mapping[str, Any] = field(default_factory=dict)
     family: str = "plugins"  # the heading under which it is listed
     k: int | None = None  # the k of its parts, whatever k is asked for; for layers in which a token has no k experts
@@ -89,7 +89,7 @@ class HostModel:
 
 
 class Registry(NamedEntries[Preset]):
-    """Presets by name. Classes are imported when a router is first built from them."""
+    """Presets by name."""
 
     def __init__(self) -> None:
         super().__init__("router")
@@ -115,9 +115,7 @@ class Registry(NamedEntries[Preset]):
                 raise ValueError(f"{unknown_name('option', option, known)[:-1]} for router {name!r}.")
             if option in bracketed and option in given:
                 raise ValueError(f"the option {option} is given twice, in {written!r} and by keyword; give it once.")
-            owners = [
-                preset.name for preset in presets if any(option in _options(_load(part)) for part in preset.parts.values())
-            ]
+            owners = [preset.name for preset in presets if any(option in _options(part) for part in preset.parts.values())]
             if len(owners) > 1:
                 raise ValueError(f"{' and '.join(owners)} both have an option {option}, so {name!r} cannot set it for one.")
         if "k" in bracketed:
@@ -144,13 +142,12 @@ class Registry(NamedEntries[Preset]):
 
     def part_classes(self, name: str) -> list[type[Part]]:
         """Return the classes of all parts of the router `name`, default parts included."""
-        return [_load(part) for part in (DEFAULT_PARTS | _merged_parts(self.parse(name))).values()]
+        return list((DEFAULT_PARTS | _merged_parts(self.parse(name))).values())
 
     def name_of(self, part: Part) -> str:
         """Return the name under which the class of a part is registered; the name of the class if it is not."""
         kind = type(part)
-        path = f"{kind.__module__}:{kind.__qualname__}"
-        return next((preset.name for preset in self if {kind, path} & set(preset.parts.values())), kind.__name__)
+        return next((preset.name for preset in self if kind in preset.parts.values()), kind.__name__)
 
     def layer_kind(self, name: str) -> LayerKind:
         """Return the kind of layer that the router `name` is for."""
@@ -179,7 +176,7 @@ class Registry(NamedEntries[Preset]):
         name, options = self.resolve(name, options if k is None else {**options, "k": k})
         presets = self.parse(name)
         replaced = _merged_parts(presets)
-        classes = {stage: _load(part) for stage, part in (DEFAULT_PARTS | replaced).items()}
+        classes = DEFAULT_PARTS | replaced
         defaults: dict[str, Any] = {"k": 2}
         stages = list(STAGES)
         # In the order of the pipeline, not of the names.
@@ -206,7 +203,7 @@ class Registry(NamedEntries[Preset]):
         if host.score is not None and "score" not in replaced:
             built["score"] = host.score
         # An option that a part of a name has is not also for the parts that no name brings.
-        of_names = {option for part in replaced.values() for option in _options(_load(part))} & options.keys()
+        of_names = {option for part in replaced.values() for option in _options(part)} & options.keys()
         for stage in STAGES:
             if stage in classes and stage not in built:
                 base = {"base": built[WRAPPERS[stage]]} if stage in WRAPPERS else {}
@@ -233,9 +230,9 @@ def _construct(part: type[Part], values: Mapping[str, Any], name: str) -> Part:
     return part(**{parameter.name: values[option] for option, parameter in parameters.items() if option in values})
 
 
-def _merged_parts(presets: list[Preset]) -> dict[str, type[Part] | str]:
+def _merged_parts(presets: list[Preset]) -> dict[str, type[Part]]:
     """Return the parts of all presets by stage; raise ValueError if two presets replace the same stage."""
-    merged: dict[str, type[Part] | str] = {}
+    merged: dict[str, type[Part]] = {}
     replaced_by: dict[str, str] = {}
     for preset in presets:
         for stage, part in preset.parts.items():
@@ -244,14 +241,6 @@ def _merged_parts(presets: list[Preset]) -> dict[str, type[Part] | str]:
                 raise ValueError(f"{replaced_by[stage]!r} and {preset.name!r} both replace {what}; use one of them.")
             replaced_by[stage], merged[stage] = preset.name, part
     return merged
-
-
-def _load(part: type[Part] | str) -> type[Part]:
-    if not isinstance(part, str):
-        return part
-    module, _, name = part.partition(":")
-    cls: type[Part] = getattr(importlib.import_module(module), name)
-    return cls
 
 
 # A model builds a router for each layer, and reading signatures took most of the time of building one.
