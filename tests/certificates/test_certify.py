@@ -129,7 +129,7 @@ def test_a_router_that_contradicts_its_declarations_is_refused() -> None:
             flipped = type(scores)(-scores.logits, scores.gates, informed=False, raw=scores.raw)
             return super().forward(flipped, tokens, context)
 
-    made = Router(Linear(6, 4), select=Contrary(6, 4, 1)).eval()
+    made = Router(Linear(6, 4), select=Contrary(4, 1)).eval()
     with pytest.raises(ValueError, match="other experts than the router's parts declare"):
         certify(made, torch.randn(20, 6, generator=generator(0)))
 

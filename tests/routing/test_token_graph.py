@@ -37,20 +37,6 @@ def test_a_small_tau_is_the_plain_router_when_tokens_have_one_length() -> None:
     torch.testing.assert_close(got.weights, expected.weights)
 
 
-@pytest.mark.parametrize(("name", "options"), [("similarity", {}), ("attention", {"heads": 4})])
-def test_strength_0_is_the_plain_router(name: str, options: dict[str, int]) -> None:
-    torch.manual_seed(0)
-    plain, informed = (
-        holdfast.create_router("smoe", dim=12, experts=6),
-        holdfast.create_router(name, dim=12, experts=6, strength=0.0, **options),
-    )
-    informed.score.load_state_dict(plain.score.state_dict())
-    tokens = torch.randn(2, 11, 12)
-    expected, got = plain.eval()(tokens), informed.eval()(tokens, Context(causal=True, attention=attention()))
-    assert torch.equal(got.experts, expected.experts)
-    torch.testing.assert_close(got.weights, expected.weights)
-
-
 def test_equal_tokens_share_the_mean_of_their_gates() -> None:
     gates = torch.rand(1, 5, 4)
     tokens = torch.ones(1, 5, 8)
@@ -375,6 +361,13 @@ def test_the_most_confident_token_of_all_is_informed_by_itself_only() -> None:
     torch.testing.assert_close(got[0, 2], gates[0, 2])
 
 
+def assert_same(one: Tensor, other: Tensor, leaves: list[Tensor]) -> None:
+    """Check that two results, and their gradients to all leaves, are equal up to rounding."""
+    gradients = [torch.autograd.grad(found.sin().sum(), leaves) for found in (one, other)]
+    for mine, theirs in zip((one, *gradients[0]), (other, *gradients[1]), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("from_", ["all", "confident"])
 def test_all_heads_of_an_attention_with_one_head_are_that_head(from_: Any) -> None:
     torch.manual_seed(0)
@@ -384,14 +377,13 @@ def test_all_heads_of_an_attention_with_one_head_are_that_head(from_: Any) -> No
         rows.requires_grad_()
     assert given.projection is not None
     logits, gates = torch.randn(2, 11, 5), torch.rand(2, 11, 5, requires_grad=True)
-    outcomes = []
-    for heads in (1, "all"):
-        informer = AttentionPosterior(12, heads=heads, from_=from_).eval()  # type: ignore[arg-type]
-        got = informer(gates, logits, torch.zeros(2, 11, 12), Context(causal=True, attention=given))
-        grads = torch.autograd.grad(got.sin().sum(), [gates, *wanted, given.projection.weight])
-        outcomes.append([got, *grads])
-    for one, every in zip(*outcomes, strict=True):
-        torch.testing.assert_close(every, one, atol=1e-5, rtol=1e-4)
+    one, every = (
+        AttentionPosterior(12, heads=heads, from_=from_).eval()(  # type: ignore[arg-type]
+            gates, logits, torch.zeros(2, 11, 12), Context(causal=True, attention=given)
+        )
+        for heads in (1, "all")
+    )
+    assert_same(every, one, [gates, *wanted, given.projection.weight])
 
 
 @pytest.mark.parametrize("key_heads", [4, 2])
@@ -409,11 +401,7 @@ def test_all_heads_equal_the_reference_with_all_gradients(key_heads: int, from_:
     for rows in wanted:
         rows.requires_grad_()
     context = Context(causal=True, token_mask=real, attention=given)
-    outcomes = []
-    for found in (informer(gates, logits, gates, context), posterior(informer, gates, logits, gates, context)):
-        outcomes.append([found, *torch.autograd.grad(found.sin().sum(), wanted)])
-    for mine, theirs in zip(*outcomes, strict=True):
-        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
+    assert_same(informer(gates, logits, gates, context), posterior(informer, gates, logits, gates, context), wanted)
 
 
 @pytest.mark.parametrize(
@@ -430,11 +418,7 @@ def test_similarity_equals_the_reference_with_all_gradients(options: dict[str, A
     real = torch.ones(2, 11, dtype=torch.bool)
     real[0, :3], real[1, 8:] = False, False
     context = Context(causal=causal, token_mask=real, attention=given)
-    outcomes = []
-    for found in (informer(gates, logits, tokens, context), similar(informer, gates, logits, tokens, context)):
-        outcomes.append([found, *torch.autograd.grad(found.sin().sum(), wanted)])
-    for mine, theirs in zip(*outcomes, strict=True):
-        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
+    assert_same(informer(gates, logits, tokens, context), similar(informer, gates, logits, tokens, context), wanted)
 
 
 def test_a_learned_strength_starts_at_a_tenth_and_is_shown_in_the_snapshot() -> None:
