@@ -203,7 +203,7 @@ def test_a_clash_of_names_raises() -> None:
 @pytest.mark.parametrize("name", ["", "a+b", " a", "a[b", "a,b", "a@1"])
 def test_a_name_that_the_grammar_could_not_read_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="name"):
-        Registry().add(Preset(name, "", ""))
+        Registry("router").add(Preset(name, "", ""))
 
 
 def test_an_unknown_stage_suggests_the_nearest() -> None:

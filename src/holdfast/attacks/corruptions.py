@@ -27,8 +27,8 @@ from holdfast.attacks.corruption_kinds import (
     snow,
     zoom_blur,
 )
-from holdfast.attacks.flags import Flag
-from holdfast.attacks.threat import Json, check_bounds, check_count, check_seed, distances, generators
+from holdfast.attacks.flags import AttackResult, Flag
+from holdfast.attacks.threat import check_bounds, check_count, check_seed, distances, generators
 from holdfast.errors import require_known
 
 Setting = tuple[Any, ...]
@@ -130,9 +130,10 @@ SEVEREST = 5
 
 
 @dataclass(frozen=True)
-class CorruptedImages:
+class CorruptedImages(AttackResult):
     """Images after a corruption."""
 
+    stored = ("attack", "group", "severity", "seed", "size", "realised", "examples", "flags")
     attack: str  # the corruption's name
     images: Tensor  # (B,C,H,W), in [0,1]
     severity: int  # the budget: 0 is clean, 5 the worst
@@ -146,18 +147,13 @@ class CorruptedImages:
         """The mean of `distances`."""
         return float(self.distances.mean()) if self.distances.numel() else 0.0
 
-    def summary(self) -> dict[str, Json]:
-        """Return what to store as JSON."""
-        return {
-            "attack": self.attack,
-            "group": CORRUPTIONS[self.attack].group,
-            "severity": self.severity,
-            "seed": self.seed,
-            "size": self.size,
-            "realised": self.realised,
-            "examples": self.images.shape[0],
-            "flags": [flag.summary() for flag in self.flags],
-        }
+    @property
+    def group(self) -> str:
+        return CORRUPTIONS[self.attack].group
+
+    @property
+    def examples(self) -> int:
+        return self.images.shape[0]
 
 
 def corrupt(

@@ -5,9 +5,9 @@ vanish (there was no direction to follow), or if an attack without gradients doe
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -45,6 +45,22 @@ class Flag:
 
     def summary(self) -> Json:
         return {"kind": self.kind, "detail": self.detail}
+
+
+class AttackResult:
+    """What the results of all attacks have in common (abstract)."""
+
+    stored: ClassVar[tuple[str, ...]]  # the fields and properties of the summary
+
+    def summary(self) -> dict[str, Json]:
+        """Return what to store as JSON."""
+        return {name: _as_json(getattr(self, name)) for name in self.stored}
+
+
+def _as_json(value: Any) -> Json:
+    if isinstance(value, tuple):
+        return [entry.summary() if isinstance(entry, Flag) else entry for entry in value]
+    return dict(value) if isinstance(value, Mapping) else value  # type: ignore[no-any-return]
 
 
 def warn(*flags: Flag) -> tuple[Flag, ...]:

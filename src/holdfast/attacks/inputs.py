@@ -15,16 +15,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from holdfast.attacks.flags import Flag, Model, black_box_flag, check_model, checked_logits, input_gradients, warn
+from holdfast.attacks.flags import (
+    AttackResult,
+    Flag,
+    Model,
+    black_box_flag,
+    check_model,
+    checked_logits,
+    input_gradients,
+    warn,
+)
 from holdfast.attacks.threat import Bounds, Json, check_bounds, check_budget, check_count, distances, project
 from holdfast.errors import require_known
 from holdfast.routing.bounds import Norm, check_norm
 
 
 @dataclass(frozen=True)
-class AttackedInputs:
+class AttackedInputs(AttackResult):
     """Adversarial inputs, the threat model they were found under, and flags that say when not to trust them."""
 
+    stored = ("attack", "budget", "norm", "bounds", "realised", "rate", "accuracy", "clean_accuracy", "examples")
+    stored += ("steps", "restarts", "seed", "black_box", "options", "flags")
     attack: str
     inputs: Tensor  # (B, ...), within the ball and the bounds
     success: Tensor  # (B,) bool: the attacked input is misclassified
@@ -70,25 +81,9 @@ class AttackedInputs:
         """The size of the largest perturbation; at most the budget."""
         return float(self.distances.max()) if self.distances.numel() else 0.0
 
-    def summary(self) -> dict[str, Json]:
-        """Return what to store as JSON."""
-        return {
-            "attack": self.attack,
-            "budget": self.budget,
-            "norm": self.norm,
-            "bounds": None if self.bounds is None else list(self.bounds),
-            "realised": self.realised,
-            "rate": self.rate,
-            "accuracy": self.accuracy,
-            "clean_accuracy": self.clean_accuracy,
-            "examples": self.success.numel(),
-            "steps": self.steps,
-            "restarts": self.restarts,
-            "seed": self.seed,
-            "black_box": self.black_box,
-            "options": dict(self.options),
-            "flags": [flag.summary() for flag in self.flags],
-        }
+    @property
+    def examples(self) -> int:
+        return self.success.numel()
 
 
 def worst_of(*results: AttackedInputs) -> AttackedInputs:

@@ -18,7 +18,15 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from holdfast.attacks.flags import Flag, black_box_flag, randomised_flag, train_mode_flag, warn, zero_gradient_flag
+from holdfast.attacks.flags import (
+    AttackResult,
+    Flag,
+    black_box_flag,
+    randomised_flag,
+    train_mode_flag,
+    warn,
+    zero_gradient_flag,
+)
 from holdfast.attacks.route_search import Route, RouteProbe, RouteSearch, Target, nearest_targets
 from holdfast.attacks.threat import Json, check_budget, check_count, check_seed, derived_seed, distances, gradient, row_norms
 from holdfast.routing import Context, Router, Traits
@@ -26,9 +34,10 @@ from holdfast.routing.bounds import Norm, check_norm
 
 
 @dataclass(frozen=True)
-class AttackedRoutes:
+class AttackedRoutes(AttackResult):
     """Tokens perturbed so that they flip. Leading dimensions (...) are those of the tokens, (B,N) or (T,)."""
 
+    stored = ("budget", "norm", "relative", "joint", "realised", "rate", "rates", "steps", "seed", "options", "flags")
     inputs: Tensor  # (..., d): each within its ball; padding unchanged
     flipped: Tensor  # (...) bool: the selected set of this token changed in at least one layer
     flipped_by_layer: Tensor  # (L, ...) bool
@@ -56,25 +65,11 @@ class AttackedRoutes:
         return [float(layer.sum() / self.real.sum().clamp_min(1)) for layer in self.flipped_by_layer]
 
     def summary(self) -> dict[str, Json]:
-        """Return what to store as JSON."""
+        """Return what to store as JSON; "smallest" and "median" are of the tokens that flipped."""
         found = self.distances[self.real & self.distances.isfinite()]
-        return {
-            "attack": "routing",
-            "budget": self.budget,
-            "norm": self.norm,
-            "relative": self.relative,
-            "joint": self.joint,
-            "realised": self.realised,
-            "rate": self.rate,
-            "rates": self.rates,
-            "tokens": int(self.real.sum()),
-            "smallest": float(found.min()) if found.numel() else None,
-            "median": float(found.median()) if found.numel() else None,  # of the tokens that flipped
-            "steps": self.steps,
-            "seed": self.seed,
-            "options": dict(self.options),
-            "flags": [flag.summary() for flag in self.flags],
-        }
+        smallest, median = (float(found.min()), float(found.median())) if found.numel() else (None, None)
+        tokens = int(self.real.sum())
+        return {"attack": "routing", **super().summary(), "tokens": tokens, "smallest": smallest, "median": median}
 
 
 def attack_routes(

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 import numpy.typing as npt
 
-from holdfast.attacks.flags import Flag, warn
+from holdfast.attacks.flags import AttackResult, Flag, warn
 from holdfast.attacks.threat import Json, check_rate, check_seed, derived_seed
 from holdfast.errors import require_known
 
@@ -37,9 +37,10 @@ class Change(NamedTuple):
 
 
 @dataclass(frozen=True)
-class AttackedText:
+class AttackedText(AttackResult):
     """The attacked documents, and which of their words changed."""
 
+    stored = ("attack", "rate", "realised", "realised_of_pieces", "seed", "changed", "checksum", "options", "flags")
     attack: str
     texts: tuple[str, ...]
     changes: tuple[tuple[Change, ...], ...]  # of each document, in order
@@ -119,19 +120,7 @@ class AttackedText:
 
     def summary(self) -> dict[str, Json]:
         """Return what to store as JSON: not the texts, which follow from the seed."""
-        return {
-            "attack": self.attack,
-            "rate": self.rate,
-            "realised": self.realised,
-            "realised_of_pieces": self.realised_of_pieces,
-            "seed": self.seed,
-            "documents": len(self.texts),
-            "words": sum(self.words),
-            "changed": self.changed,
-            "checksum": self.checksum,
-            "options": dict(self.options),
-            "flags": [flag.summary() for flag in self.flags],
-        }
+        return {**super().summary(), "documents": len(self.texts), "words": sum(self.words)}
 
 
 def _numbered(spans: Spans) -> npt.NDArray[np.int64]:

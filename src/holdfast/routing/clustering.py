@@ -11,6 +11,7 @@ after a change of width (Swin's stages), use the base score. `skip` counts as ta
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Literal
 
@@ -145,17 +146,14 @@ class Clustered(Score, StatefulPart):
         if context.previous is None or self.is_skipped:
             logits: Tensor = self.base(tokens, context)
             return logits
-        if is_offloaded(self.base):  # the forward of `base`, which would load its weights, does not run
-            with weights_loaded(self.base):
-                return self._clustered(tokens, context, context.previous)
-        return self._clustered(tokens, context, context.previous)
-
-    def _clustered(self, tokens: Tensor, context: Context, previous: Previous) -> Tensor:
-        if self.mix == 1 and isinstance(self.base, LinearScore):
-            return self.base.finish(self._grouped(tokens, self.base.matrix, previous, context.checked_mask(tokens)))
-        features = self.features(tokens, context)
-        assert features is not None
-        return self.base.on_scaled(tokens, *features)
+        # The forward of `base`, which would load its weights, does not run.
+        with weights_loaded(self.base) if is_offloaded(self.base) else nullcontext():
+            if self.mix == 1 and isinstance(self.base, LinearScore):
+                real = context.checked_mask(tokens)
+                return self.base.finish(self._grouped(tokens, self.base.matrix, context.previous, real))
+            features = self.features(tokens, context)
+            assert features is not None
+            return self.base.on_scaled(tokens, *features)
 
     def _grouped(self, tokens: Tensor, matrix: Tensor, previous: Previous, real: Tensor | None) -> Tensor:
         """Return (x * m_c) matrix^T for tokens that have one cluster each (mix = 1); equal to the scales of `features`.

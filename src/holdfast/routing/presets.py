@@ -27,7 +27,7 @@ from holdfast.routing.token_graph import AttentionPosterior, Similarity
 
 PartClass = TypeVar("PartClass", bound=type[Part])
 
-REGISTRY = Registry()
+REGISTRY = Registry("router")
 watch(REGISTRY)
 
 PRESETS = {  # by the family under which they are listed

@@ -91,9 +91,6 @@ class HostModel:
 class Registry(NamedEntries[Preset]):
     """Presets by name."""
 
-    def __init__(self) -> None:
-        super().__init__("router")
-
     def parse(self, name: str) -> list[Preset]:
         """Return the presets that `name` joins with `+`; raise ValueError if one is unknown or two replace one stage."""
         presets = [self[part] for part in split_options(name)[0]]
