@@ -147,18 +147,3 @@ def test_weights_are_raw_gates_alone_and_renormalised_beside_a_token_informer() 
     for name in ("symphony+similarity", "similarity+symphony"):
         assert holdfast.create_router(name, dim=8, experts=4).select.weights == "softmax"
     assert holdfast.create_router("symphony", dim=8, experts=4, weights="softmax").select.weights == "softmax"
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"beta": 1.0}, "beta is 1.0"),
-        ({"threshold": -0.1}, "threshold is -0.1"),
-        ({"init": "zeros"}, "'zero'"),
-        ({"normalize": "rows"}, "'row'"),
-        ({"normalize": "sinkhorn", "init": "zero"}, "identity"),
-    ],
-)
-def test_bad_options_are_one_clear_sentence(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        holdfast.create_router("symphony", dim=8, experts=4, **options)

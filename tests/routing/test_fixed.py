@@ -128,27 +128,6 @@ def test_informers_are_refused(name: str, informer: str) -> None:
         build(f"{name}+{informer}")
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "says"),
-    [
-        ("hash", {"vocabulary": 0}, "vocabulary is 0"),
-        ("hash", {"frequencies": [1.0] * VOCABULARY}, "add balanced=True"),
-        ("hash", {"frequencies": [1.0], "balanced": True}, r"shape \(1,\)"),
-        ("stablemoe", {"stage": 1.5}, "stage is 1.5"),
-        ("stablemoe", {"width": 0}, "width is 0"),
-        ("stablemoe", {"distill": -1.0}, "distill is -1"),
-    ],
-)
-def test_wrong_options_are_one_sentence(name: str, options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        build(name, **options)
-
-
-def test_a_missing_vocabulary_is_named() -> None:
-    with pytest.raises(ValueError, match="needs the option vocabulary"):
-        holdfast.create_router("hash", dim=DIM, experts=EXPERTS)
-
-
 def distilled(router: Router) -> Distilled:
     assert isinstance(router.select, Distilled)
     return router.select

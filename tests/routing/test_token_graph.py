@@ -242,32 +242,6 @@ def test_the_non_causal_option_does_not_declare_causality() -> None:
     assert not traits.causal and not traits.cacheable and traits.batch_invariant and traits.sequence_aware
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "says"),
-    [
-        ("similarity", {"tau": 0.0}, "tau is 0.0"),
-        ("similarity", {"rank": 99}, "rank is 99"),
-        ("similarity", {"strength": 2.0}, "strength is 2.0"),
-        ("similarity", {"strength": "learnt"}, "strength is 'learnt'"),
-        ("similarity", {"tau": "root"}, "tau is 'root'"),
-        ("similarity", {"of": "atention"}, "'atention'.*attention"),
-        ("similarity", {"form": "bilinar", "rank": 2}, "'bilinar'.*bilinear"),
-        ("similarity", {"form": "bilinear"}, "give a rank"),
-        ("similarity", {"from": "confidant"}, "'confidant'.*confident"),
-        ("similarity[from=confidant]", {}, "option from is 'confidant'.*'confident'"),
-        ("similarity[from=all]", {"from_": "all"}, "from is given twice"),
-        ("attention", {"heads": "every"}, "heads is 'every'"),
-        ("attention", {}, "'attention'.*heads"),
-        ("attention", {"heads": 0}, "heads is 0"),
-        ("attention", {"heads": 2, "sigma": -1.0}, "sigma is -1.0"),
-        ("similarity+attention", {"heads": 2}, "'similarity' and 'attention'"),
-    ],
-)
-def test_bad_options_are_one_clear_sentence(name: str, options: dict[str, float], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        holdfast.create_router(name, dim=8, experts=4, **options)  # type: ignore[arg-type]
-
-
 def test_an_attention_that_is_missing_or_does_not_fit_is_one_clear_sentence() -> None:
     router = holdfast.create_router("attention", dim=12, experts=4, heads=3)
     with pytest.raises(ValueError, match="attention"):

@@ -123,7 +123,10 @@ def attack_routes(
     if tokens.dim() < 2 or tokens.numel() == 0 or not tokens.is_floating_point() or not tokens.isfinite().all():
         got = f"{tokens.dtype} of shape {tuple(tokens.shape)}"
         raise ValueError(f"tokens are {got}; expected finite floating-point numbers, (B, N, d) or (T, d).")
-    units = _units(route, tokens, joint)
+    traits = route.traits if isinstance(route, Router) else Traits(sequence_aware=True)
+    joint = (traits.sequence_aware or not traits.batch_invariant) if joint is None else joint
+    # How many groups of tokens are perturbed together; None: each token is perturbed alone.
+    units = (tokens.shape[0] if tokens.dim() > 2 and traits.batch_invariant else 1) if joint else None
     real = _real(tokens, token_mask if token_mask is not None or context is None else context.token_mask)
     budgets = _budgets(tokens, budget, norm, relative).where(real, 0.0)
     call = cast(Route, partial(route, context=context)) if isinstance(route, Router) else route
@@ -175,15 +178,6 @@ def _flags(route: object, search: RouteSearch, targets: list[Target], real: Tens
         *randomised_flag(once[search.real], again[search.real]),
         *zero_gradient_flag(gradient(value, rows), among=known, what="tokens"),
     )
-
-
-def _units(route: Router | Route, tokens: Tensor, joint: bool | None) -> int | None:
-    """Return how many groups of tokens are perturbed together; None if each token is perturbed alone."""
-    traits = route.traits if isinstance(route, Router) else Traits(sequence_aware=True)
-    joint = (traits.sequence_aware or not traits.batch_invariant) if joint is None else joint
-    if not joint:
-        return None
-    return tokens.shape[0] if tokens.dim() > 2 and traits.batch_invariant else 1
 
 
 def _real(tokens: Tensor, token_mask: Tensor | None) -> Tensor:

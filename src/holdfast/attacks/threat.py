@@ -86,7 +86,17 @@ def project(perturbed: Tensor, centre: Tensor, radius: Tensor, norm: Norm, bound
     radius = radius.double().view(-1, *[1] * (centre.dim() - 1))
     if norm == "linf":
         return clamp(perturbed.clamp(_edge(centre, radius, -1), _edge(centre, radius, 1)), bounds)
-    return _shrunk(clamp(perturbed, bounds), centre, radius)
+    # Shrink the perturbation until it is inside the l2 ball. Both ends are within the bounds, so all points between are.
+    perturbed = clamp(perturbed, bounds)
+    for attempt in range(SHRINK_ATTEMPTS):
+        far = distances(perturbed, centre, "l2").view_as(radius)
+        outside = far > radius
+        if not outside.any():
+            return perturbed
+        factor = radius / far.clamp_min(torch.finfo(torch.float64).tiny) * (1 - 2.0 ** (-24 + 6 * attempt))
+        nearer = centre.double() + (perturbed.double() - centre.double()) * factor
+        perturbed = torch.where(outside, nearer.to(centre.dtype), perturbed)
+    return torch.where(distances(perturbed, centre, "l2").view_as(radius) > radius, centre, perturbed)
 
 
 def _edge(centre: Tensor, radius: Tensor, side: int) -> Tensor:
@@ -97,20 +107,6 @@ def _edge(centre: Tensor, radius: Tensor, side: int) -> Tensor:
     nearer = (exact - side * step).to(centre.dtype)
     nearer = torch.maximum(nearer, centre) if side > 0 else torch.minimum(nearer, centre)
     return torch.where((near.double() - centre.double()).abs() > radius, nearer, near)
-
-
-def _shrunk(perturbed: Tensor, centre: Tensor, radius: Tensor) -> Tensor:
-    """Shrink the perturbation until it is inside the l2 ball. Both ends are within the bounds, so all points between are."""
-    far = distances(perturbed, centre, "l2").view_as(radius)
-    for attempt in range(SHRINK_ATTEMPTS):
-        outside = far > radius
-        if not outside.any():
-            return perturbed
-        factor = radius / far.clamp_min(torch.finfo(torch.float64).tiny) * (1 - 2.0 ** (-24 + 6 * attempt))
-        nearer = centre.double() + (perturbed.double() - centre.double()) * factor
-        perturbed = torch.where(outside, nearer.to(centre.dtype), perturbed)
-        far = distances(perturbed, centre, "l2").view_as(radius)
-    return torch.where(far > radius, centre, perturbed)
 
 
 def clamp(inputs: Tensor, bounds: Bounds) -> Tensor:

@@ -219,12 +219,11 @@ def _limit_rows(
     preferences, wanted = preferences.long(), wanted.long()
     places = places_of_each(wanted.sum(), as_ratio(factor), gates.shape[1])
     priorities = _priorities(gates, preferences, by_position)
-    limited = LIMITS[POLICIES[policy]](preferences, wanted, priorities, places)
+    if POLICIES[policy] == "drop":
+        limited = _keep_best(preferences < wanted, priorities, places)
+    else:
+        limited = (_next if POLICIES[policy] == "next" else _reroute)(preferences, wanted, priorities, places)
     return torch.zeros_like(requested).index_put((real,), limited[mine])
-
-
-def _drop(preferences: Tensor, wanted: Tensor, priorities: Tensor, places: Tensor) -> Tensor:
-    return _keep_best(preferences < wanted, priorities, places)
 
 
 def _next(preferences: Tensor, wanted: Tensor, priorities: Tensor, places: Tensor) -> Tensor:
@@ -249,9 +248,6 @@ def _reroute(preferences: Tensor, wanted: Tensor, priorities: Tensor, places: Te
             asked, held = asked | asking, _keep_best(held | asking, priorities, places)
         if not bool(asking.any()):
             return held
-
-
-LIMITS = {"drop": _drop, "next": _next, "reroute": _reroute}
 
 
 def _best_places(preferences: Tensor, allowed: Tensor, lacking: Tensor) -> Tensor:

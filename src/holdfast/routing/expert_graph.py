@@ -101,9 +101,6 @@ class ExpertGraph(Informer, StatefulPart):
             graph=self.expert_graph,
         )
 
-    def extra_repr(self) -> str:
-        return f"experts={self.graph.shape[0]}, k={self.k}, beta={self.beta}, normalize={self.normalize}"
-
 
 def _row(together: Tensor) -> Tensor:
     return together / together.sum(1, keepdim=True).clamp_min(TINY)

@@ -37,11 +37,7 @@ class SequenceScore(Score):
         self.dim, self.experts, self.average = dim, experts, average
         self.traits = AllExperts.traits if average == "tokens" else Traits()
         self.norm = nn.LayerNorm(dim)
-        self.weight = nn.Parameter(torch.empty(experts, dim))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.uniform_(self.weight, -1 / math.sqrt(self.dim), 1 / math.sqrt(self.dim))
+        self.weight = nn.Parameter(torch.empty(experts, dim).uniform_(-1 / math.sqrt(dim), 1 / math.sqrt(dim)))
 
     def forward(self, tokens: Tensor, context: Context) -> Tensor:
         rows, real = tokens.float(), context.checked_mask(tokens)

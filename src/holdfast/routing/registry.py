@@ -10,9 +10,9 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, get_type_hints
+from typing import Any
 
-from holdfast.checked import check_value
+from holdfast.checked import check_value, type_hints
 from holdfast.errors import require_known, unknown_name
 from holdfast.plugins import Registry as NamedEntries
 from holdfast.routing.declarations import LayerKind
@@ -119,7 +119,7 @@ class Registry(NamedEntries[Preset]):
             self.require_k(name)
         kinds: dict[str, Any] = {}
         for function in (create_noise, *(part.__init__ for part in parts)):
-            kinds |= {option_name(parameter): kind for parameter, kind in _type_hints(function).items()}
+            kinds |= {option_name(parameter): kind for parameter, kind in type_hints(function).items()}
         kinds["k"] = int
         checked = {
             option: check_value(kinds.get(option, Any), value, f"the option {option}")
@@ -246,11 +246,6 @@ def _parameters(part: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     parameters = inspect.signature(part).parameters
     packed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)  # of a part without a constructor of its own
     return {name: parameter for name, parameter in parameters.items() if parameter.kind not in packed}
-
-
-@functools.cache
-def _type_hints(function: Callable[..., Any]) -> dict[str, Any]:
-    return get_type_hints(function)
 
 
 def _options(part: Callable[..., Any]) -> list[str]:

@@ -195,22 +195,17 @@ class ReLU(Selector, StatefulPart):
             real = context.real_tokens(tokens)
             self.stage_in_background(lambda: self._counts(scores.gates, weights, real))
             wait_for_side_stream(tokens)
-            losses["l1"] = self._penalty(scores.gates, real)
+            # A recomputation stages nothing, and reads the counts of the first forward.
+            count = snapshot_for_backward(self.get_buffer("staged_tokens"))
+            count = count.where(count > 0, 1.0)
+            gates, coefficient = scores.gates, snapshot_for_backward(self.l1)
+            if self.penalty == "load":
+                gates = gates * (snapshot_for_backward(self.get_buffer("staged_loads")) * (self.experts / self.k) / count)
+            if self.warmup > 0:
+                coefficient = coefficient * snapshot_for_backward(self.enforced)
+            # Divided by the mean number of tokens over ranks: the mean over ranks is then the loss of the whole batch.
+            losses["l1"] = coefficient * gates.sum(-1).where(real, 0.0).sum() / count
         return Selection(experts.where(weights > 0, self.experts), weights, scores.gates, losses)
-
-    def _penalty(self, gates: Tensor, real: Tensor) -> Tensor:
-        # A recomputation stages nothing, and reads the counts of the first forward.
-        count = snapshot_for_backward(self.get_buffer("staged_tokens"))
-        count = count.where(count > 0, 1.0)
-        if self.penalty == "load":
-            loads = snapshot_for_backward(self.get_buffer("staged_loads")) * (self.experts / self.k) / count
-            gates = gates * loads
-        total = gates.sum(-1).where(real, 0.0).sum()
-        coefficient = snapshot_for_backward(self.l1)
-        if self.warmup > 0:
-            coefficient = coefficient * snapshot_for_backward(self.enforced)
-        # Divided by the mean number of tokens over ranks: the mean over ranks is then the loss of the whole batch.
-        return coefficient * total / count
 
     def _counts(self, gates: Tensor, weights: Tensor, real: Tensor) -> dict[str, Tensor]:
         """Return the number of selected experts and of tokens in the batch, as means over ranks; for "load", by expert."""

@@ -173,7 +173,10 @@ class Similarity(TokenGraph):
     def forward(self, gates: Tensor, logits: Tensor, tokens: Tensor, context: Context) -> Tensor:
         attention = context.attention if self.of == "attention" else None
         u = tokens if attention is None else context.zero_unusable(attention.output)
-        query, key = self._compared(u)
+        query = key = u  # one object twice where they are equal
+        if self.reduce is not None:
+            query = linear_float32(u, self.reduce)
+            key = query if self.reduce_keys is None else linear_float32(u, self.reduce_keys)
         coarse = self.reduce is not None and u.dtype == self.reduce.dtype == torch.bfloat16
         own, real, visible = gates, context.token_mask, context.visible_tokens
         levels = self.entropy_limits(logits, context, "similarity")
@@ -194,13 +197,6 @@ class Similarity(TokenGraph):
             coarse=coarse,
         )
         return self.combine(own, mixed, context)
-
-    def _compared(self, u: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the vectors R u and Q u whose products are the similarities; one object twice where they are equal."""
-        if self.reduce is None:
-            return u, u
-        query = linear_float32(u, self.reduce)
-        return query, query if self.reduce_keys is None else linear_float32(u, self.reduce_keys)
 
     @property
     def declares(self) -> InformerDeclarations:
