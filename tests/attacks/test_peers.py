@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.attacks import AttackedInputs, fgsm, pgd
-from holdfast.attacks.threat import Norm
-from holdfast.routing.bounds import NORMS
+from holdfast.routing.bounds import NORMS, Norm
 
 Digits = tuple[nn.Module, Tensor, Tensor]
 STEPS = 10

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from holdfast.attacks import PAPER_BUDGET, AttackedInputs, fgsm, pgd, spsa, worst_of
 from holdfast.attacks.pixels import random_signs
-from holdfast.attacks.threat import Norm
-from holdfast.routing.bounds import NORMS
+from holdfast.routing.bounds import NORMS, Norm
 
 Digits = tuple[nn.Module, Tensor, Tensor]
 ATTACKS: list[Callable[..., AttackedInputs]] = [fgsm, pgd, spsa]

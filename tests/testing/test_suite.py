@@ -314,9 +314,7 @@ class ForgetsAnExpert(TopK):
 class BalancesSecretly(BaseAssignment):
     """Does not declare that it sees the whole batch in training."""
 
-    @property
-    def training_traits(self) -> Traits:
-        return Traits()
+    training_traits = Traits()
 
 
 class DeniesTraining(TopK):

@@ -9,7 +9,7 @@ B inputs in a batch
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +34,17 @@ from holdfast.routing.bounds import Norm, check_norm
 class AttackedInputs(AttackResult):
     """Adversarial inputs, the threat model they were found under, and flags that say when not to trust them."""
 
-    stored = ("attack", "budget", "norm", "bounds", "realised", "rate", "accuracy", "clean_accuracy", "examples")
+    stored: ClassVar[tuple[str, ...]] = (
+        "attack",
+        "budget",
+        "norm",
+        "bounds",
+        "realised",
+        "rate",
+        "accuracy",
+        "clean_accuracy",
+        "examples",
+    )
     stored += ("steps", "restarts", "seed", "black_box", "options", "flags")
     attack: str
     inputs: Tensor  # (B, ...), within the ball and the bounds

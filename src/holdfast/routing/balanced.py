@@ -79,17 +79,13 @@ class ExpertChoice(Selector):
             return Selection(own, shares.gather(-1, own), scores.gates)
         real = context.real_tokens(tokens)
         is_own = torch.zeros_like(shares, dtype=torch.bool).scatter(-1, own, True)
-        chosen = self._chosen(shares.detach(), real).where(real.unsqueeze(-1), is_own)
-        return Selection.of_sets(chosen, shares, scores)._replace(dropped=(~chosen.any(-1)).long())
-
-    def _chosen(self, shares: Tensor, real: Tensor) -> Tensor:
-        """Return (B,N,E) bool: the tokens that each expert takes."""
-        by_expert = shares.where(real.unsqueeze(-1), -1.0).flatten(0, 1).t()  # (E,T)
+        by_expert = shares.detach().where(real.unsqueeze(-1), -1.0).flatten(0, 1).t()  # (E,T)
         places = places_of_each(real.sum() * self.k, self.ratio, self.experts)
         taken = torch.arange(by_expert.shape[1], device=shares.device) < torch.minimum(places, real.sum())
         order = top(by_expert, by_expert.shape[1])
         chosen = torch.zeros_like(by_expert, dtype=torch.bool).scatter(1, order, taken.expand_as(order))
-        return chosen.t().view(shares.shape)
+        chosen = chosen.t().view(shares.shape).where(real.unsqueeze(-1), is_own)
+        return Selection.of_sets(chosen, shares, scores)._replace(dropped=(~chosen.any(-1)).long())
 
     def held_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
         return live.weights_if_same_set(experts, gather_slots(normalise(scores.gates), experts))

@@ -153,7 +153,8 @@ class Registry(NamedEntries[Preset]):
 
     def options(self, name: str) -> list[str]:
         """Return the names of the options of the router `name`, in alphabetical order."""
-        return sorted({option for owner in (create_noise, *self.part_classes(name)) for option in _options(owner)})
+        owners: list[Callable[..., Any]] = [create_noise, *self.part_classes(name)]
+        return sorted({option for owner in owners for option in _options(owner)})
 
     def build(
         self,

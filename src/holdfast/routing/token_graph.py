@@ -12,6 +12,7 @@ keeps its own gates.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
@@ -319,6 +320,7 @@ class AttentionPosterior(TokenGraph, StatefulPart):
             return self.combine(own, mixed, context)
         by_head, evidence = [], []
         for head, terms in zip(heads, explained, strict=True):
+            mix: Callable[..., tuple[Tensor, Tensor]]
             mix = partial(softmax_mix_with_total, head.query, head.key, mask=head.mask, **limits)
             mixed, total = mix(gates, **terms)
             by_head.append(mixed)
@@ -382,8 +384,8 @@ class AttentionPosterior(TokenGraph, StatefulPart):
             indices: list[Tensor | int] = [*range(count)]
             taken = [tuple(each[:, head * each.shape[1] // count] for each in rows) for head in range(count)]
         else:
-            indices = [snapshot_for_backward(self.entropy, self.training).argmin().view(1)]
-            taken = [take_heads(rows, indices[0], count)]
+            best = snapshot_for_backward(self.entropy, self.training).argmin().view(1)
+            indices, taken = [best], [take_heads(rows, best, count)]
         return [
             _Head(context.zero_unusable(query), key, value, across.squeeze(0), mask_of_head(attention.mask, index))
             for (query, key, value, across), index in zip(taken, indices, strict=True)
@@ -406,7 +408,7 @@ class AttentionPosterior(TokenGraph, StatefulPart):
 
     def _entropies(self, attention: Attention, tokens: Tensor, context: Context) -> dict[str, Tensor]:
         """Return the sum of each head's entropy over the sampled real tokens, and their number, over all ranks."""
-        step = entropy_step(tokens.shape[1])
+        step = max(1, tokens.shape[1] // SAMPLE)  # every so many blocks of tokens are sampled
         entropies = attention_entropy(
             context.zero_unusable(attention.query.transpose(1, 2)).transpose(1, 2),
             attention.key,
@@ -422,11 +424,6 @@ class AttentionPosterior(TokenGraph, StatefulPart):
             real = torch.cat([context.token_mask[:, rows] for rows in sampled(tokens.shape[1], step)], 1)
             entropies, count = entropies.where(real.unsqueeze(1), 0.0), real.sum()
         return {"entropies": sum_over_ranks(entropies.sum((0, 2))), "tokens": sum_over_ranks(count)}
-
-
-def entropy_step(length: int) -> int:
-    """Return n: every n-th block of tokens is sampled in a sequence of this length."""
-    return max(1, length // SAMPLE)
 
 
 def _scale(attention: Attention) -> float:
