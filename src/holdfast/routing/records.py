@@ -32,7 +32,7 @@ class Routing:
     )  # weighted, ready to be added to the training loss; empty in evaluation
     requested: Tensor | None = None  # (T,K) int64, the experts before a capacity limit; None: `experts`
     dropped: Tensor | None = None  # (T,) int64, how many experts a token lost to a limit; None: there is no limit
-    # (T,G) bool, the groups of tokens whose load is balanced separately; a token may be in none. None: all are one group
+    # (T,G) bool, in training the groups of tokens whose load is balanced separately; a token may be in none. None: one group
     balance_groups: Tensor | None = None
     rows: Tensor | None = None  # (T,) float32, rows that experts compute for a token; None: one for each of its experts
     # Of a layer whose experts run on slots (SoftMoE), p slots for each expert; None in any other layer:

@@ -169,11 +169,14 @@ class Router(nn.Module):
 
     def _route(self, tokens: Tensor, context: Context, real: Tensor | None, usable: Tensor | None) -> Routing:
         """Return the routing, stage by stage, and in training its losses."""
-        parts, score, select = self.all_parts, self.score, self.select
-        if self.training:  # update state with the statistics that parts collected in the previous training batch
-            for part in parts:
+        score, select = self.score, self.select
+        groups = None
+        if self.training:
+            parts = self.all_parts
+            for part in parts:  # update state with the statistics that parts collected in the previous training batch
                 if isinstance(part, StatefulPart):
                     part.begin_training_forward()
+            groups = _balance_groups(parts, tokens, context)
         logits = self._require_finite(score(tokens, context), tokens, real)  # score, and cluster if there is one
         slots = None
         if score.slots is not None:  # the softmax of these logits is the sum over an expert's slots
@@ -184,7 +187,7 @@ class Router(nn.Module):
             scores = select.with_noise(select.noise, scores, tokens)
         selection = select(scores, tokens, context)
         if context.replayed is not None:
-            selection = replay_record(self.select, selection, scores, context.replayed, self.layer)
+            selection = replay_record(select, selection, scores, context.replayed, self.layer)
         weights = selection.weights if self.scale == 1 else selection.weights * self.scale
         gates, shares, losses = selection.gates, selection.shares, dict(selection.losses)
         if usable is not None:
@@ -198,7 +201,7 @@ class Router(nn.Module):
             losses=losses,
             requested=None if selection.requested is None else selection.requested.flatten(0, 1),
             dropped=None if selection.dropped is None else selection.dropped.flatten(),
-            balance_groups=self._balance_groups(parts, tokens, context),
+            balance_groups=groups,
             rows=None if selection.rows is None else selection.rows.flatten(),
             dispatch=None if selection.dispatch is None else selection.dispatch.flatten(0, 1),
             shares=None if shares is None else shares.flatten(0, 1),
@@ -218,15 +221,6 @@ class Router(nn.Module):
         if any(informer.side == "token" for informer in informers):
             gates = self._require_finite(gates, tokens, real)  # products of two tokens may overflow
         return Scores.from_gates(gates, logits, slots)
-
-    def _balance_groups(self, parts: Sequence[Part], tokens: Tensor, context: Context) -> Tensor | None:
-        """Return (T,G) bool: the groups of tokens whose load is balanced separately; None if no part declares groups."""
-        groups = None
-        for part in parts:
-            of_part = part.balance_groups(tokens, context)
-            if of_part is not None:
-                groups = of_part if groups is None else (groups.unsqueeze(-1) & of_part.unsqueeze(-2)).flatten(-2)
-        return None if groups is None else groups.flatten(0, 1)
 
     def _require_finite(self, values: Tensor, tokens: Tensor, real: Tensor | None) -> Tensor:
         """Return `values (B,N,E)`; in training, raise ValueError if a value of a real token is NaN or infinite."""
@@ -287,6 +281,16 @@ def join_routers(routers: Sequence[Router]) -> None:
 def _without_autocast(device: str) -> AbstractContextManager[object]:
     """Disable autocast. Where it is not enabled, which is usual in decoding, do nothing: this saves 20 microseconds."""
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+
+
+def _balance_groups(parts: Sequence[Part], tokens: Tensor, context: Context) -> Tensor | None:
+    """Return (T,G) bool: the groups of tokens whose load is balanced separately; None if no part declares groups."""
+    groups = None
+    for part in parts:
+        of_part = part.balance_groups(tokens, context)
+        if of_part is not None:
+            groups = of_part if groups is None else (groups.unsqueeze(-1) & of_part.unsqueeze(-2)).flatten(-2)
+    return None if groups is None else groups.flatten(0, 1)
 
 
 def _detach_unusable(values: Tensor, usable: Tensor) -> Tensor:

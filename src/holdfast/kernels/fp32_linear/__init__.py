@@ -109,7 +109,9 @@ def linear_float32(tokens: Tensor, weight: Tensor) -> Tensor:
     """Return `tokens (..., d)` times `weight (n,d)` transposed, in true float32; tokens are saved in their own dtype."""
     rows = tokens.reshape(-1, tokens.shape[-1])
     if _prefers_kernel(rows, weight):
-        out: Tensor = _Linear.apply(rows.contiguous(), weight, None, None, None, None)  # type: ignore[no-untyped-call]
+        arguments = rows.contiguous(), weight, None, None, None, None
+        run = _Linear.apply if torch.is_grad_enabled() else _linear  # without what autograd adds to a call, as above
+        out: Tensor = run(*arguments)
     else:
         out = matmul_float32(rows, weight, transposed=True)
     return out.view(*tokens.shape[:-1], weight.shape[0])

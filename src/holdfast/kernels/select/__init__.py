@@ -254,8 +254,11 @@ def _select_with_kernels(
     values = amounts.values.contiguous().view(-1, experts)
     flat = values.detach() if amounts.values is scores else scores.detach().contiguous().view(-1, experts)
     how = WEIGHINGS.index(amounts.how)
-    rest = k, width, how, informed, *powers
-    chosen, weights, found = _Select.apply(flat, values, eps, *rest, gaps)  # type: ignore[no-untyped-call]
+    arguments = flat, values, eps, k, width, how, informed, *powers, gaps
+    if torch.is_grad_enabled():
+        chosen, weights, found = _Select.apply(*arguments)  # type: ignore[no-untyped-call]
+    else:  # in decoding, what autograd adds to a call takes longer than the kernel
+        chosen, weights, _, found, _ = _select(*arguments)
     if found.numel():  # without `eps`, and if they are given, gaps are empty (0,E)
         found = found.view(*shape, experts)
     return chosen.view(*shape, -1), weights.view(*shape, -1), found
