@@ -34,18 +34,8 @@ from holdfast.routing.bounds import Norm, check_norm
 class AttackedInputs(AttackResult):
     """Adversarial inputs, the threat model they were found under, and flags that say when not to trust them."""
 
-    stored: ClassVar[tuple[str, ...]] = (
-        "attack",
-        "budget",
-        "norm",
-        "bounds",
-        "realised",
-        "rate",
-        "accuracy",
-        "clean_accuracy",
-        "examples",
-    )
-    stored += ("steps", "restarts", "seed", "black_box", "options", "flags")
+    stored: ClassVar[tuple[str, ...]] = ("attack", "budget", "norm", "bounds", "realised", "rate", "accuracy")
+    stored += ("clean_accuracy", "examples", "steps", "restarts", "seed", "black_box", "options", "flags")
     attack: str
     inputs: Tensor  # (B, ...), within the ball and the bounds
     success: Tensor  # (B,) bool: the attacked input is misclassified

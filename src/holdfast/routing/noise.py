@@ -41,14 +41,11 @@ class ScaledNoise(Noise):
     def draw(self, logits: Tensor) -> Tensor:
         """Return z, of the shape of `logits`."""
 
-    def scale(self, tokens: Tensor) -> Tensor | float:
-        if self.weight is not None:
-            return F.softplus(linear_float32(tokens, self.weight))
-        assert self.std is not None
-        return self.std
-
     def forward(self, logits: Tensor, tokens: Tensor) -> Tensor:
-        return logits + self.draw(logits) * self.scale(tokens)
+        if self.weight is not None:
+            return logits + self.draw(logits) * F.softplus(linear_float32(tokens, self.weight))
+        assert self.std is not None
+        return logits + self.draw(logits) * self.std
 
 
 class GaussianNoise(ScaledNoise):
