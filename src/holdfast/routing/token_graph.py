@@ -12,9 +12,7 @@ keeps its own gates.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -320,12 +318,11 @@ class AttentionPosterior(TokenGraph, StatefulPart):
             return self.combine(own, mixed, context)
         by_head, evidence = [], []
         for head, terms in zip(heads, explained, strict=True):
-            mix: Callable[..., tuple[Tensor, Tensor]]
-            mix = partial(softmax_mix_with_total, head.query, head.key, mask=head.mask, **limits)
-            mixed, total = mix(gates, **terms)
+            mixed, total = softmax_mix_with_total(head.query, head.key, gates, mask=head.mask, **limits, **terms)
             by_head.append(mixed)
             # log sum_j A_ij exp(...) over the tokens j that may inform i; A_ij is normalised over all that i attends to.
-            _, attended = mix(gates.new_ones(*gates.shape[:2], 1))
+            every = gates.new_ones(*gates.shape[:2], 1)
+            _, attended = softmax_mix_with_total(head.query, head.key, every, mask=head.mask, **limits)
             sees = total > -torch.inf
             evidence.append((total.where(sees, 0.0) - attended.where(sees, 0.0)).where(sees, IMPOSSIBLE))
         # sum_h H'_ih (sum_j W_ijh p_j): the heads are equally likely before u is seen.
