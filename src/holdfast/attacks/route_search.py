@@ -90,12 +90,9 @@ class RouteProbe:
 
     def _layer(self, index: int, routing: Routing) -> Layer:
         keys = routing.logits if self.by_logits[index] else routing.gates.clamp_min(TINY).log()
-        if self.k is None:
-            return Layer(keys, routing.chosen)
-        if self.k > routing.experts.shape[-1]:
+        if self.k is not None and self.k > routing.experts.shape[-1]:
             raise ValueError(f"k is {self.k}, but tokens have at most {routing.experts.shape[-1]} experts.")
-        core = Routing(routing.logits, routing.gates, routing.experts[:, : self.k], routing.weights[:, : self.k])
-        return Layer(keys, core.chosen)
+        return Layer(keys, routing.sets_of_slots(self.k))
 
 
 def _by_logits(routing: Routing, ragged: bool) -> bool:

@@ -49,6 +49,10 @@ class Routing:
         """(T,E) bool: the selected set of each token, without order."""
         return self._sets(self.experts)
 
+    def sets_of_slots(self, k: int | None) -> Tensor:
+        """Return (T,E) bool: the selected set of each token; with `k`, the experts of its first k slots."""
+        return self._sets(self.experts if k is None else self.experts[:, :k])
+
     @property
     def requested_sets(self) -> Tensor:
         """(T,E) bool: the set of each token before a capacity limit."""

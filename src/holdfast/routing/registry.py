@@ -135,7 +135,7 @@ class Registry(NamedEntries[Preset]):
     def require_k(self, name: str) -> None:
         """Raise ValueError if no part of the router `name` uses k."""
         if not self.uses_k(name):
-            raise ValueError(f"router {name!r} has no k: how many experts a token uses follows from its scores.")
+            raise ValueError(f"router {name!r} has no k: it does not select a fixed number of experts; leave k out.")
 
     def part_classes(self, name: str) -> list[type[Part]]:
         """Return the classes of all parts of the router `name`, default parts included."""
