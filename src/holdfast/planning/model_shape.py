@@ -10,7 +10,6 @@ B sequences of N tokens
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from typing import Any
 from unittest.mock import patch
@@ -467,8 +466,6 @@ def counting() -> Iterator[Any]:
     ops = torch.ops.holdfast
     flops = {  # by the shapes of operands
         ops.matmul_float32: lambda left, right, **_: 2 * left[0] * left[1] * right[1],
-        ops.scaled_matmul_float32: partial(_scaled, 2),
-        ops.scaled_matmul_float32_backward: lambda grad, *operands, **_: _scaled(4, *operands),
         ops.softmax_mix: lambda *operands, **_: _mix(1, 1, operands),
         # After the gradients and the results; it computes the scores again.
         ops.softmax_mix_backward: lambda *operands, **_: _mix(3, 2, operands[4:]),
@@ -480,10 +477,6 @@ def counting() -> Iterator[Any]:
     }
     with FlopCounterMode(display=False, custom_mapping=flops) as counter:
         yield counter
-
-
-def _scaled(each: int, tokens: Shape, mixture: Shape, scales: Shape, weight: Shape, **_: Any) -> int:
-    return 2 * prod(mixture) * scales[1] + each * prod(tokens) * weight[0]
 
 
 def _mix(products: int, sums: int, operands: Sequence[Any]) -> int:
