@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import transformers
 from auditing.audited_models import batches
 from safetensors.torch import load_file, save_file
+from tiers import quick_or_slow
 from tiny import tiny
 
 from holdfast.auditing import PERTURBATIONS, AuditReport, Settings, WhatIf, audit, parse_condition
@@ -41,7 +43,7 @@ def test_a_folder_is_audited_and_its_reports_are_written(folder: Path, text: Pat
     assert report.data.source and report.model.name == str(folder) and report.data.tokens >= 96
     assert report.skipped == {}
     for name in report.numbers():  # any of them may be asked for before an audit
-        parse_condition(f"{name}>0").check(Settings(list(PERTURBATIONS), [0.01, 0.05]))
+        parse_condition(f"{name}>0").check(Settings(perturb=list(PERTURBATIONS), noise=[0.01, 0.05]))
     assert main(given) == 2 and "--force" in capsys.readouterr().err
     (out / "audit.json").rename(tmp_path / "kept.json")  # the page alone is not overwritten either
     assert main(given) == 2 and "audit.html" in capsys.readouterr().err
@@ -55,20 +57,8 @@ def test_a_folder_is_audited_and_its_reports_are_written(folder: Path, text: Pat
 def test_a_model_trained_here_is_audited_on_its_own_text_with_another_router(
     trained: Path, text: Path, tmp_path: Path, capsys: Any
 ) -> None:
-    given = [
-        "audit",
-        str(trained),
-        "--source",
-        str(text),
-        *QUICK,
-        "--perturb",
-        "none,noise,words",
-        "--what-if",
-        "smooth",
-        "--out",
-        str(tmp_path),
-    ]
-    assert main(given) == 0
+    given = ["audit", str(trained), "--source", str(text), *QUICK, "--out", str(tmp_path)]
+    assert main([*given, "--perturb", "none,noise,words", "--what-if", "smooth"]) == 0
     shown = capsys.readouterr().out
     assert "What if: the router smooth" in shown and "experts per token  2 → " in shown and "\nloss " in shown
     stored = json.loads((tmp_path / "audit.json").read_text())
@@ -120,20 +110,30 @@ def test_two_audits_are_compared_without_a_model(folder: Path, text: Path, tmp_p
     assert "the same" in capsys.readouterr().out
 
 
-def test_an_interrupted_command_writes_the_finished_batches(
-    folder: Path, text: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+STOPPED: dict[str, tuple[Callable[[float, str], bool], list[str]]] = {
+    "audit": (lambda done, what: done >= 64, ["--perturb", "none"]),
+    "geometry": (lambda done, what: done > 0, ["--walking", "16", "--walks", "1", "--pictures", "1"]),
+    "mismatch": (lambda done, what: "calibration" in what, ["--draws", "100"]),
+}
+
+
+@pytest.mark.parametrize("name", quick_or_slow(list(STOPPED), ["audit", "mismatch"]))
+def test_an_interrupted_command_writes_what_was_finished(
+    name: str, folder: Path, text: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from holdfast.cli import audit as command
+    from holdfast.cli import common
+
+    is_enough, options = STOPPED[name]
 
     def stop(done: float, what: str) -> None:
-        if done >= 64:
+        if is_enough(done, what):
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(command, "bar", lambda *_, **__: nullcontext(stop))
-    given = ["audit", str(folder), "--source", str(text), *QUICK, "--perturb", "none", "--out", str(tmp_path)]
-    assert main(given) == 130
+    monkeypatch.setattr(common, "bar", lambda *_, **__: nullcontext(stop))
+    assert main([name, str(folder), "--text", str(text), *QUICK, *options, "--out", str(tmp_path)]) == 130
     assert "Interrupted" in capsys.readouterr().out
-    assert AuditReport.load(tmp_path / "audit.json").status == "interrupted"
+    assert json.loads((tmp_path / f"{name}.json").read_text())["status"] == "interrupted"
+    assert "nterrupted" in (tmp_path / f"{name}.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """`holdfast geometry`: what it prints, writes and refuses."""
 
 import json
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -44,23 +43,6 @@ def test_without_a_what_if_only_the_own_router_is_measured(folder: Path, text: P
     assert "smooth" not in shown and "All numbers" not in shown
 
 
-@pytest.mark.slow
-def test_an_interrupted_command_writes_the_finished_batches(
-    folder: Path, text: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from holdfast.cli import geometry as command
-
-    def stop(done: float, what: str) -> None:
-        if done > 0:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(command, "bar", lambda *_, **__: nullcontext(stop))
-    assert main(["geometry", str(folder), "--source", str(text), *QUICK, "--out", str(tmp_path)]) == 130
-    assert "Interrupted" in capsys.readouterr().out
-    assert GeometryReport.load(tmp_path / "geometry.json").status == "interrupted"
-    assert "Interrupted" in (tmp_path / "geometry.html").read_text(encoding="utf-8")
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -89,13 +71,6 @@ def test_a_mistake_prints_a_one_line_error(
     assert main(["geometry", *words, *source, *quick, "--tokens", "96"]) == 2
     told = capsys.readouterr().err.strip().splitlines()[-1]
     assert says in told and told.startswith("holdfast: ") and "Traceback" not in told
-
-
-def test_help_has_examples(capsys: Any) -> None:
-    with pytest.raises(SystemExit):
-        main(["geometry", "--help"])
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "holdfast geometry comparison/cells/smoe-seed0" in shown and "--what-if" in shown and "--text" in shown
 
 
 def test_a_model_without_a_known_geometry_has_a_page_with_the_reasons(tmp_path: Path, text: Path, capsys: Any) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.certificates import Gate
-from holdfast.hub.families import GroupedSigmoid
+from holdfast.hub.families import GROUPED_SIGMOID
 from holdfast.routing import Attention, Context, Linear, Previous, Router, Routing, create_router
 from holdfast.routing.selection import Rule
 
@@ -128,7 +128,7 @@ def grouped_sigmoid(experts: int, groups: int, kept: int, seed: int = 0, spread:
         get_buffer=owner.get_buffer,
         e_score_correction_bias=bias,
     )
-    return GroupedSigmoid(settings)
+    return GROUPED_SIGMOID(settings)
 
 
 def sigmoid_gate(

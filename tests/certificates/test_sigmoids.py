@@ -100,7 +100,7 @@ def test_a_rule_without_conditions_is_refused() -> None:
     lying.ranks = lambda scores: scores.gates * 2  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="other experts than the router's parts declare"):
         certify(Gate(torch.randn(5, 4), 2, rule=lying), torch.randn(50, 4))
-    with pytest.raises(NoCertificate, match=r"GroupedSigmoid.*3 experts"):
+    with pytest.raises(NoCertificate, match=r"BestGates.*3 experts"):
         certify(Gate(torch.randn(6, 4), 3, rule=grouped_sigmoid(6, 3, 1)), tokens)
 
 
@@ -136,7 +136,7 @@ def test_the_rule_of_a_transformers_module_is_used() -> None:
     owner.register_buffer("e_score_correction_bias", torch.tensor([0.1, 0.0, 0.2, 0.0]))
     for name, value in {"num_group": 2, "topk_group": 1, "norm_topk_prob": True}.items():
         setattr(owner, name, value)
-    from holdfast.hub.families import GroupedSigmoid
+    from holdfast.hub.families import GROUPED_SIGMOID
 
-    found = certify(Gate(torch.randn(4, 3), 1, rule=GroupedSigmoid(owner)), torch.randn(5, 3))
+    found = certify(Gate(torch.randn(4, 3), 1, rule=GROUPED_SIGMOID(owner)), torch.randn(5, 3))
     assert found.kind == "lower bound"

@@ -9,30 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from cli import conftest
 
 from holdfast_command import main
 
-SMALL = [
-    "training.steps=8",
-    "training.batch=4",
-    "training.save_every=4",
-    "data.length=16",
-    "data.vocabulary=200",
-    "model.config.hidden_size=32",
-    "model.config.intermediate_size=32",
-    "sparse.hidden=16",
-    "attack.rate=0.2",
-]
+SMALL = [*conftest.SMALL, "training.steps=8", "training.save_every=4", "attack.rate=0.2"]
 IMAGES = ["training.steps=4", "training.batch=16", "model.config.hidden_size=32", "sparse.hidden=32", "attack.examples=16"]
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from holdfast.data import python_topics
-
-    path = tmp_path_factory.mktemp("text") / "some.txt"
-    path.write_text("\n\n".join(list(python_topics().values())[:12])[:30_000])
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +165,7 @@ def test_several_budgets_in_one_call_give_a_curve_and_a_page(
     assert all(made <= budget for made, budget in zip(curve["realised"], curve["budgets"], strict=True))
     assert [one["options"]["step"] for one in stored["summary"]["attacks"]] == [4 / 255] * 4
     html = page.read_text()
-    assert "Error against budget" in html and f"{curve['figure'][-1]:.2f}" in html
+    assert "Error against budget" in html and f"{curve['figure'][-1]:.4g}" in html
     assert "SPSA" in capsys.readouterr().out
     assert main(["attack", str(images), "spsa", *budgets, *few, "--page", str(page)]) == 2  # it exists
     both = ["attack", str(images), "fgsm,pgd", "--budget", "8/255", "--examples", "24", "--steps", "3", "--force"]

@@ -72,14 +72,15 @@ def test_boundaries_are_those_of_the_weights_and_the_router_flips_there(name: st
         assert torch.equal(found.leaving, same.leaving) and torch.equal(found.entering, same.entering)
 
 
-def test_tokens_without_a_normal_are_refused() -> None:
+def test_tokens_without_a_tie_are_refused_and_those_on_a_boundary_have_a_normal() -> None:
     hard, _, tokens = two_layers()
     order, _ = affine_order(router_of(hard), tokens)
-    with pytest.raises(ValueError, match="some token has no tie"):
+    with pytest.raises(ValueError, match="a token can flip only"):
         nearest_boundaries(order, tokens, 6)
-    at = nearest_boundaries(order, tokens.double(), 2).points
-    with pytest.raises(ValueError, match="tokens lie on a boundary"):
-        nearest_boundaries(order, at, 2)
+    once = nearest_boundaries(order, tokens.double(), 2)
+    again = nearest_boundaries(order, once.points, 2)
+    torch.testing.assert_close(once.points, again.points)
+    torch.testing.assert_close((once.normals * again.normals).sum(1).abs(), torch.ones(20, dtype=torch.float64))
     with pytest.raises(ValueError, match="reach is 0"):
         along_normals({}, order, tokens, 2, reach=0.0)
 

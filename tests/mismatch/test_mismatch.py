@@ -13,8 +13,9 @@ from tiny import tiny
 import holdfast
 from holdfast.auditing.model_and_data import AuditedModel
 from holdfast.hub.install import hooks_of
-from holdfast.mismatch import MismatchReport, MismatchSettings, Rollout, measure_mismatch
-from holdfast.mismatch.forwards import Sequences, run_forwards, weights_of_rollout, with_replay
+from holdfast.mismatch import MismatchReport, Rollout, measure_mismatch
+from holdfast.mismatch.forwards import run_forwards, weights_of_rollout, with_replay
+from holdfast.mismatch.rollout import Sequences
 
 QUICK: dict[str, Any] = {"draws": 100}
 
@@ -248,17 +249,8 @@ def test_a_record_without_logprobs_is_compared_by_its_sets() -> None:
 
 def test_texts_are_measured_and_the_report_can_be_saved(tmp_path: Any) -> None:
     told: list[tuple[int, str]] = []
-    report: Any = measure_mismatch(
-        tiny("mixtral"),
-        texts(6),
-        tokenizer=tokenizer(),
-        length=8,
-        batch=4,
-        tokens=48,
-        name="mine",
-        progress=lambda done, what: told.append((done, what)),
-        **QUICK,
-    )
+    small = {**QUICK, "length": 8, "batch": 4, "tokens": 48, "progress": lambda *done: told.append(done)}
+    report: Any = measure_mismatch(tiny("mixtral"), texts(6), tokenizer=tokenizer(), name="mine", **small)
     assert report.model.name == "mine" and report.data.tokens >= 48 and report.status == "complete"
     phases = list(dict.fromkeys(what for _, what in told))
     assert phases == [
@@ -360,8 +352,3 @@ def test_a_router_with_new_weights_is_the_same_in_every_report_of_a_seed() -> No
     first, second, other = (measure_mismatch(model, list(batches(1)), router="xmoe", seed=s, **QUICK) for s in (0, 0, 1))
     assert first.rows == second.rows and first.row("smooth").loss != other.row("smooth").loss
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_settings_have_the_documented_defaults() -> None:
-    found = MismatchSettings()
-    assert (found.rollout_dtype, found.rollout_batch, found.clip, found.router) == ("bfloat16", 1, [0.8, 1.2], "smooth")

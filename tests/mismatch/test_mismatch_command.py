@@ -130,22 +130,6 @@ def test_routes_without_token_ids_are_placed_on_the_lines_of_a_text(folder: Path
     refused("does not exist", None, "--text", str(tmp_path / "nowhere.txt"))
 
 
-def test_an_interrupted_command_writes_the_finished_rows(
-    folder: Path, text: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from holdfast.cli import mismatch as command
-
-    def stop(done: float, what: str) -> None:
-        if "calibration" in what:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(command, "bar", lambda *_, **__: nullcontext(stop))
-    assert main(["mismatch", str(folder), "--text", str(text), *QUICK, "--out", str(tmp_path)]) == 130
-    assert "Interrupted" in capsys.readouterr().out
-    assert MismatchReport.load(tmp_path / "mismatch.json").status == "interrupted"
-    assert "Interrupted" in (tmp_path / "mismatch.html").read_text(encoding="utf-8")
-
-
 def test_the_bar_is_full_at_the_end(folder: Path, measured: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from holdfast.cli import mismatch as command
 
@@ -221,13 +205,6 @@ def test_control_characters_of_a_file_do_not_reach_the_terminal(
     assert "\x1b" not in shown and r"\x1b]0;a\x07[red]<b>" in shown
     page = (tmp_path / "mismatch.html").read_text(encoding="utf-8")
     assert "&lt;b&gt;" in page and "[red]<b>" not in page
-
-
-def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["mismatch", "--help"])
-    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert "holdfast mismatch path/to/olmoe rollout.safetensors" in shown and "--rollout-decode" in shown
 
 
 def test_a_model_of_the_library_with_its_own_text_is_measured(text: Path, tmp_path: Path, capsys: Any) -> None:

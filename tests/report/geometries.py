@@ -74,7 +74,7 @@ def measured(number: int = 0, **changed: Any) -> dict[str, Any]:
             "largest": [jump(1.5), jump(1.25, None)],
         },
         "pictures": {
-            "token": {"batch": 0, "place": 7, "text": "night", "before": "in the", "after": "of", "distance": 0.02},
+            "token": {"batch": 0, "place": 7, "text": "night", "before": "in the", "after": "of"},
             "slices": [piece("tokens"), piece("boundaries")],
             "normal": {
                 "token": 3,

@@ -1,27 +1,19 @@
 """The page of an audit in headless Chromium: does it draw, fit, and stay quiet?"""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from report.audited import at_risk, layer, perturbed, report_of, stored_audit
-from report.browsing import visit
+from report.browsing import EVIL, check_page, drawn, visit
 from report.geometries import piece
 
 from holdfast.report import write_audit
 
 pytestmark = pytest.mark.slow  # starts a browser
 
-WebDriverWait = pytest.importorskip("selenium.webdriver.support.wait").WebDriverWait
-
-EVIL = '<img src=x onerror="alert(1)"></script>%{x}<b>'
 LAYERS = 12
 PLOTS = ("flips", "radii", "undecided", "load", "near-ties", "slice")  # the last two only in the large audit
-DRAWN = """
-return Object.fromEntries([...document.querySelectorAll(".plot")].map((plot) => [plot.dataset.plot,
-  plot.querySelectorAll(".heatmaplayer image, .barlayer .point, .scatterlayer .point").length]));
-"""
 
 
 def large() -> dict[str, Any]:
@@ -52,35 +44,15 @@ def browser(screen: Any, pages: dict[str, Path], request: pytest.FixtureRequest)
     return screen
 
 
-def drawn(browser: Any) -> dict[str, int]:
-    """Heat maps are drawn a moment after the rest."""
-    WebDriverWait(browser, 10).until(lambda browser: all(browser.execute_script(DRAWN).values()))
-    found: dict[str, int] = browser.execute_script(DRAWN)
-    return found
+@pytest.mark.parametrize("name", ["small", "large"])
+def test_a_page_fits_prints_and_is_silent(screen: Any, pages: dict[str, Path], name: str) -> None:
+    check_page(screen, pages[name], ".plot .main-svg, .piece, .context, .findings li", "flips")
 
 
-def test_every_plot_is_drawn_and_the_console_is_silent(browser: Any) -> None:
+def test_every_plot_is_drawn(browser: Any) -> None:
     assert {"flips", "radii", "undecided", "load"} <= set(drawn(browser)) <= {*PLOTS}
     names = "return [...document.querySelectorAll('#plot-undecided .legendtext')].map((text) => text.textContent)"
     assert browser.execute_script(names) == ["bf16", "fp16"]
-    assert browser.find_elements("css selector", "img") == []
-    assert browser.get_log("browser") == []
-
-
-def test_nothing_but_the_file_is_asked_for(browser: Any) -> None:
-    messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-    asked = [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
-    assert len([url for url in asked if url.startswith("file:")]) == 1
-    assert [url for url in asked if not url.startswith(("file:", "data:", "blob:"))] == []
-
-
-def test_nothing_is_wider_than_the_screen(browser: Any) -> None:
-    drawn(browser)
-    width = browser.execute_script("return [document.documentElement.scrollWidth, document.documentElement.clientWidth]")
-    assert width[0] <= width[1]
-    parts = ".plot .main-svg, .piece, .context, .findings li"
-    edges = f"return [...document.querySelectorAll('{parts}')].map((part) => part.getBoundingClientRect().right)"
-    assert max(browser.execute_script(edges)) <= width[1]
 
 
 def test_no_title_is_cut_off_or_lies_over_numbers(browser: Any) -> None:
@@ -108,12 +80,4 @@ def test_a_layer_can_be_chosen(browser: Any) -> None:
     browser.find_element("css selector", "#layer option[value='1']").click()
     assert browser.execute_script(ask) == ["1"]
     assert browser.find_element("css selector", ".layer").text == "layer 1"
-    assert browser.get_log("browser") == []
-
-
-def test_it_prints_light_and_within_the_page(browser: Any) -> None:
-    browser.execute_script("dispatchEvent(new Event('beforeprint'))")
-    read_layout = "const plot = document.getElementById('plot-flips')._fullLayout; return [plot.paper_bgcolor, plot.width]"
-    assert browser.execute_script(read_layout) == ["#ffffff", 660]
-    browser.execute_script("dispatchEvent(new Event('afterprint'))")
     assert browser.get_log("browser") == []

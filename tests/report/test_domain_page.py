@@ -76,7 +76,7 @@ def test_the_verdict_is_about_the_mean_and_the_worst_accuracy() -> None:
     assert told[0] == "2 domains, photo and sketch, were held out in turn; accuracies are on the held-out domains."
     assert told[1] == "The mean accuracy of smoe is 64.50%, its worst 49.50%."
     raised = "smooth raised it by 5.01 percentage points (95% interval 4."
-    same = "ac made no difference that 3 seeds can show (they would show one above 7.5 points)"
+    same = "ac made no difference that 3 seeds can show (they would show one above 7.5 percentage points)"
     for place, start in ((2, "Against smoe, in the mean accuracy: "), (3, "In the worst accuracy: ")):
         assert told[place].startswith(start + raised) and told[place].endswith(f"; {same}.")
 

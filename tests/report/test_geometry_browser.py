@@ -1,12 +1,11 @@
 """The page of a geometry report in headless Chromium, also for the model of `make demo`: does it draw, fit, stay quiet?"""
 
-import json
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from report.browsing import visit
+from report.browsing import EVIL, check_page, drawn, on_all_screens, visit
 from report.geometries import measured, report_of, stored_geometry
 
 from holdfast.auditing import GeometryReport
@@ -15,18 +14,8 @@ from holdfast_command import main
 
 pytestmark = pytest.mark.slow  # starts a browser
 
-WebDriverWait = pytest.importorskip("selenium.webdriver.support.wait").WebDriverWait
-
-EVIL = '<img src=x onerror="alert(1)"></script>%{x}<b>'
-DRAWN = """
-return Object.fromEntries([...document.querySelectorAll(".plot")].map((plot) => [plot.dataset.plot,
-  plot.querySelectorAll(".heatmaplayer image, .scatterlayer .point, .scatterlayer .js-line").length]));
-"""
 SLICES = {"slice-boundaries-0", "slice-boundaries-1", "slice-tokens-0", "slice-tokens-1"}
 CURVES = {"along", "difference", "ties", "hitting", "tsne"}
-on_all_screens = pytest.mark.parametrize(
-    "screen", [(1400, "light"), (1400, "dark"), (390, "light"), (390, "dark")], indirect=True
-)
 
 
 @pytest.fixture(scope="module")
@@ -53,29 +42,16 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out" / "geometry.html"
 
 
-def drawn(browser: Any) -> dict[str, int]:
-    WebDriverWait(browser, 20).until(lambda browser: all(browser.execute_script(DRAWN).values()))
-    found: dict[str, int] = browser.execute_script(DRAWN)
-    return found
-
-
 def check(browser: Any, page: Path, other: str) -> None:
     """Everything is drawn inside the screen, for the first layer and for another one, and the console is silent."""
-    visit(browser, page)
+    check_page(browser, page, ".plot .main-svg, .piece", "ties")
     assert set(drawn(browser)) == SLICES | CURVES
-    width = browser.execute_script("return [document.documentElement.scrollWidth, document.documentElement.clientWidth]")
-    assert width[0] <= width[1]
-    edges = (
-        "return [...document.querySelectorAll('.plot .main-svg, .piece')].map((part) => part.getBoundingClientRect().right)"
-    )
-    assert max(browser.execute_script(edges)) <= width[1]
     browser.find_element("css selector", f"#layer option[value='{other}']").click()
     drawn(browser)
     shown = "return document.getElementById('plot-ties')._fullData.filter((t) => t.visible).map((t) => t.meta.layer)"
     assert set(browser.execute_script(shown)) == {other}
     texts = "return [...document.querySelectorAll('#jumps li')].filter((li) => !li.hidden).map((li) => li.dataset.layer)"
     assert set(browser.execute_script(texts)) == {other}
-    assert browser.find_elements("css selector", "img") == []
     assert browser.get_log("browser") == []
 
 
@@ -104,16 +80,3 @@ def test_cells_have_the_colours_of_the_theme_and_can_be_zoomed(screen: Any, by_h
     touch = screen.execute_script("return matchMedia('(pointer: coarse)').matches")
     mode = "return document.getElementById('plot-slice-tokens-0')._fullLayout.dragmode"
     assert screen.execute_script(mode) == (False if touch else "zoom")
-
-
-@on_all_screens
-def test_nothing_but_the_file_is_asked_for_and_it_prints_light(screen: Any, by_hand: Path) -> None:
-    visit(screen, by_hand)
-    drawn(screen)
-    screen.execute_script("dispatchEvent(new Event('beforeprint'))")
-    layout = "const plot = document.getElementById('plot-ties')._fullLayout; return [plot.paper_bgcolor, plot.width]"
-    assert screen.execute_script(layout) == ["#ffffff", 660]
-    screen.execute_script("dispatchEvent(new Event('afterprint'))")
-    messages = [json.loads(entry["message"])["message"] for entry in screen.get_log("performance")]
-    asked = [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
-    assert [url for url in asked if not url.startswith(("file:", "data:", "blob:", "about:"))] == []

@@ -1,14 +1,12 @@
 """The page of a geometry report without a browser: its numbers, what it draws, escapes and refuses."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 from report.geometries import measured, piece, report_of, stored_geometry
 from report.tags import Tags
 
-from holdfast.report import render_geometry, write_geometry
+from holdfast.report import render_geometry
 from holdfast.report.geometry_page import curve_plots, slice_plots
 from holdfast.report.plot_data import Plot
 from holdfast.report.slice_plots import COLOURS, cell_colours, set_name, token_name
@@ -57,12 +55,8 @@ def test_the_values_are_there(page: Tags, value: str) -> None:
 
 def test_slices_have_their_cells_lines_points_and_strips() -> None:
     plots = plots_of(stored_geometry())
-    assert [name for name in plots if name.startswith("slice")] == [
-        "slice-boundaries-0",
-        "slice-boundaries-1",
-        "slice-tokens-0",
-        "slice-tokens-1",
-    ]
+    names = [f"slice-{kind}-{panel}" for kind in ("boundaries", "tokens") for panel in (0, 1)]
+    assert [name for name in plots if name.startswith("slice")] == names
     own, other = plots["slice-tokens-0"].data, plots["slice-tokens-1"].data
     cells = own[0]
     assert cells["z"] == piece("tokens")["cells"] and cells["meta"]["names"] == ["{0, 1}", "{0, 2}", "{1, 2}"]
@@ -74,11 +68,8 @@ def test_slices_have_their_cells_lines_points_and_strips() -> None:
     assert not any(trace["meta"].get("fill") == "strip" for trace in own)
     strip = next(trace for trace in other if trace["meta"].get("fill") == "strip")
     assert strip["z"][0] == [None, 1, 1, None] and strip["z"][2][1] == 3
-    assert [trace["name"] for trace in other if trace["meta"].get("ink") == "strip"] == [
-        "+1 experts",
-        "+2 experts",
-        "+3 or more experts",
-    ]
+    names = [trace["name"] for trace in other if trace["meta"].get("ink") == "strip"]
+    assert names == [f"+{count} experts" for count in ("1", "2", "3 or more")]
     assert all(trace["meta"]["layer"] == "0" for trace in own + other)  # the other layers have no pictures
 
 
@@ -161,43 +152,3 @@ def test_one_layer_needs_no_picker() -> None:
     page = Tags(render_geometry(report_of(stored)))
     assert not any(attributes.get("id") == "layer" for _, attributes in page.tags)
     assert "layer 4" in page.text
-
-
-@pytest.mark.parametrize(
-    ("place", "value", "says"),
-    [
-        (("schema",), 2, "schema"),
-        (("layers", 0, "k"), "two", "k is"),
-        (("layers", 0, "ties", "orders", 0, "shares"), [0.1], "share for each width"),
-        (("layers", 0, "hitting", "upper"), [0.1], "number for each time"),
-        (("layers", 0, "pictures", "slices", 0, "cells"), [[0, 1]], "square grids"),
-        (("layers", 0, "pictures", "slices", 0, "cells"), [[9] * 4] * 4, "without a set"),
-        (("layers", 0, "pictures", "slices", 0, "low"), ["a", 1], "low"),
-        (("layers", 0, "pictures", "normal", "change"), [[0.1]], "change for each position"),
-        (("layers", 0, "jumps", "routers"), [], "routers"),
-        (("layers", 0, "theory", "tsne", "experts"), [1], "an expert for each token"),
-        (("layers", 0, "theory", "entropy"), {}, "entropy"),
-        (("refused", 0, "name"), None, "name"),
-    ],
-)
-def test_a_damaged_report_gets_one_sentence(place: tuple[Any, ...], value: Any, says: str, tmp_path: Path) -> None:
-    stored = stored_geometry()
-    inner: Any = stored
-    for key in place[:-1]:
-        inner = inner[key]
-    inner[place[-1]] = value
-    (tmp_path / "geometry.json").write_text(json.dumps(stored))
-    with pytest.raises(ValueError, match=says) as error:
-        write_geometry(tmp_path, tmp_path / "page.html")
-    assert "measure the model again" in str(error.value) and "\n" not in str(error.value)
-    assert not (tmp_path / "page.html").exists()
-
-
-def test_the_stored_report_is_never_overwritten(tmp_path: Path) -> None:
-    (tmp_path / "geometry.json").write_text(json.dumps(stored_geometry()))
-    with pytest.raises(ValueError, match=r"name an \.html file"):
-        write_geometry(tmp_path / "geometry.json", tmp_path / "geometry.json", force=True)
-    with pytest.raises(ValueError, match="geometry report"):
-        write_geometry(report_of(stored_geometry()), tmp_path / "geometry.json", force=True)
-    with pytest.raises(ValueError, match="cannot be read"):
-        write_geometry(tmp_path / "nowhere", tmp_path / "page.html")

@@ -50,9 +50,3 @@ def test_a_mistake_gets_one_sentence(
     error = capsys.readouterr().err
     assert says in error and error.startswith("holdfast: ") and error.count("\n") == 1
     assert not (tmp_path / "report.html").exists()
-
-
-def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["report", "--help"])
-    assert "holdfast report comparison" in capsys.readouterr().out.replace("\n", " ")

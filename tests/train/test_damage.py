@@ -21,7 +21,6 @@ from tiers import quick_or_slow
 from holdfast.locking import LockLostError
 from holdfast.train import Cell, Comparison, Recipe, build_model, make_task, parse_routers, train
 from holdfast.train.cells import merge_results
-from holdfast.train.comparison import STORED
 from holdfast.train.run_folder import (
     TRAINER_FILES,
     claim,
@@ -104,14 +103,8 @@ def in_state(checkpoint: Path, old: str, new: str) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "a flipped bit in the weights": (
-        lambda path: flip_a_bit(path / "model.safetensors"),
-        "model.safetensors is not the file",
-    ),
-    "a flipped bit in the optimizer": (
-        lambda path: flip_a_bit(path / "optimizer.tensors"),
-        "optimizer.tensors is not the file",
-    ),
+    "a flipped bit in the weights": (lambda path: flip_a_bit(path / "model.safetensors"), "model.safetensors is not the"),
+    "a flipped bit in the optimizer": (lambda path: flip_a_bit(path / "optimizer.tensors"), "optimizer.tensors is not the"),
     "no optimizer": (lambda path: (path / "optimizer.tensors").unlink(), "optimizer.tensors is missing"),
     "no random state": (lambda path: (path / "random.tensors").unlink(), "random.tensors is missing"),
     "half a state": (lambda path: cut(path / "training.json"), "training.json is not the file"),
@@ -120,7 +113,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "half a manifest": (lambda path: cut(path / "checkpoint.json"), "was not written completely"),
     "a file too many": (lambda path: (path / "pytorch_model.bin").write_text(""), "pytorch_model.bin does not belong to it"),
     "a best that is not there": (another_best, "the best checkpoint, checkpoint-3, has no readable"),
-    "a step that is no whole number": (
+    "a step that is not whole": (
         lambda path: in_state(path, '"global_step": 4', '"global_step": 4.0'),
         "another step",
     ),
@@ -253,7 +246,7 @@ def test_a_changed_result_is_not_accepted(damage: str, recipe: Recipe, folder: P
     result, router = (folder / "cells" / CELL / name for name in ("result.json", "router.json"))
     cell = Cell(parse_routers("smoe")[0], 0)
     write_json(router, asdict(cell.choice))
-    write_with_checksum(result, {**dict.fromkeys(STORED), "router": "smoe", "seed": 0, "clean": {"figure": 70.5}})
+    write_with_checksum(result, {"router": "smoe", "seed": 0, "clean": {"figure": 70.5}})
     comparison = Comparison(recipe, parse_routers("smoe"), 1, folder)
     assert comparison.stored(cell) is not None
     if damage == "another figure":

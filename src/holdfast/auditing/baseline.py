@@ -2,7 +2,7 @@
 
 import heapq
 import math
-from typing import Self, final
+from typing import Any, Self, final
 
 import torch
 from torch import Tensor
@@ -12,7 +12,6 @@ from holdfast.auditing.layer_certificates import Undecided, certify_layer, flips
 from holdfast.auditing.layer_geometry import near_boundaries
 from holdfast.auditing.model_and_data import AuditBatch, AuditedModel, TextEncoder, token_place
 from holdfast.auditing.reports import DTYPES, AtRisk, AuditedLayer, Boundaries, Radii, View
-from holdfast.certificates import Certificates
 from holdfast.checked import from_mapping
 from holdfast.metrics import RoutingReport
 from holdfast.metrics.accumulator import Accumulator
@@ -41,14 +40,11 @@ class RadiusHistogram(Accumulator[Radii]):
         coarse = [float(fine[0]), *fine[1:-1].view(-1, FINER).sum(1).tolist(), float(fine[-1])]
         edges = [10 ** (DECADES[0] + place / PER_DECADE) for place in range((DECADES[1] - DECADES[0]) * PER_DECADE + 1)]
         counts = [int(count) for count in coarse]
-        return Radii(self.kind, self._median(fine), self._mean("low"), self._mean("none"), edges, counts)
-
-    def _median(self, fine: Tensor) -> float | None:
-        """Return the middle of the bin that contains the median, within 2% of it; 0 below all bins, None above them."""
+        # The middle of the bin that contains the median, within 2% of it; 0 below all bins, None above them.
         place = int((fine.cumsum(0) * 2 >= fine.sum()).nonzero()[0])
-        if place == 0:
-            return 0.0
-        return None if place == len(fine) - 1 else float(10 ** (DECADES[0] + (place - 0.5) / (PER_DECADE * FINER)))
+        median = 10 ** (DECADES[0] + (place - 0.5) / (PER_DECADE * FINER)) if place else 0.0
+        known = None if place == len(fine) - 1 else median
+        return Radii(self.kind, known, self._mean("low"), self._mean("none"), edges, counts)
 
 
 class Mean(Accumulator[float]):
@@ -94,9 +90,17 @@ class Baseline:
                 radii = found.relative.reshape(-1).cpu()[shown].tolist()
                 self.view.layers[str(layer)] = [radius if math.isfinite(radius) else None for radius in radii]
             real = observed.real(layer)
-            self._record_risk(layer, found, real, batch, encoder)
-            self.radii[layer].update(found.relative.reshape(-1)[real])
+            relative, radius = found.relative.reshape(-1)[real], found.radius.reshape(-1)[real]
+            self.radii[layer].update(relative)
             self.radii[layer].kind = found.kind
+            pairs = found.pair.reshape(-1, 2)[real]
+            limit = _risk(self.at_risk[-1])[0] if len(self.at_risk) == self.keep else math.inf
+            for place in relative.argsort(stable=True)[: self.keep].tolist():
+                if float(relative[place]) < limit:
+                    where, (leaves, enters) = vars(token_place(batch, int(real[place]), encoder)), pairs[place].tolist()
+                    sizes: dict[str, Any] = {"relative": float(relative[place]), "radius": float(radius[place])}
+                    self.at_risk.append(AtRisk(**where, layer=layer, **sizes, leaves=leaves, enters=enters))
+            self.at_risk = heapq.nsmallest(self.keep, self.at_risk, key=_risk)
             for name, dtype in DTYPES.items():
                 undecided = undecided_tokens(self.audited, layer, observed, dtype)[real]
                 flips = flips_when_rounded(self.audited, layer, observed, dtype)[real]
@@ -121,21 +125,6 @@ class Baseline:
         self.view = self.view or other.view
         return self
 
-    def _record_risk(
-        self, layer: int, found: Certificates, real: Tensor, batch: AuditBatch, encoder: TextEncoder | None
-    ) -> None:
-        """Keep the tokens with the smallest relative radii."""
-        relative = found.relative.reshape(-1)[real]
-        radius, pair = found.radius.reshape(-1)[real], found.pair.reshape(-1, 2)[real]
-        limit = _risk(self.at_risk[-1])[0] if len(self.at_risk) == self.keep else math.inf
-        for place in relative.argsort(stable=True)[: self.keep].tolist():
-            if float(relative[place]) < limit:
-                where = vars(token_place(batch, int(real[place]), encoder))
-                (leaves, enters), size = pair[place].tolist(), float(relative[place])
-                risk = AtRisk(**where, layer=layer, relative=size, radius=float(radius[place]), leaves=leaves, enters=enters)
-                self.at_risk.append(risk)
-        self.at_risk = heapq.nsmallest(self.keep, self.at_risk, key=_risk)
-
     def layers(self) -> list[AuditedLayer]:
         """Return the results of each layer."""
         layers = []
@@ -156,16 +145,12 @@ class Baseline:
 
 def count_groups(counts: list[list[int]]) -> int:
     """Return the number of groups of used experts that no token connects, from the counts of co-selections."""
-    left = {expert for expert, row in enumerate(counts) if row[expert]}
-    found = 0
-    while left:
-        found += 1
-        reached = [left.pop()]
-        for expert in reached:
-            near = {other for other in left if counts[expert][other]}
-            left -= near
-            reached.extend(near)
-    return found
+    together = torch.tensor(counts, dtype=torch.float64)
+    used = together.diagonal() > 0
+    reached = together[used][:, used]
+    for _ in range(len(counts).bit_length()):  # each time, through paths of twice the length
+        reached = (reached @ reached > 0).double()
+    return len({tuple(row) for row in reached.tolist()})
 
 
 def _risk(entry: AtRisk) -> tuple[float, int, int, int]:

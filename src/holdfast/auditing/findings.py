@@ -25,6 +25,14 @@ UNEVEN = 1.0
 COLLAPSED, UNIFORM = 0.02, 0.98  # entropy as a share of log E
 FLIPS_PER_NOISE = 5.0  # times the noise level; at most half of the tokens
 FLIPS = {"routing": 0.01, "model": 0.05, "backend": 0.0, "words": 0.2, "typos": 0.2, "attack": 0.5}
+WHY = {  # flips under a perturbation do harm
+    "batch": "a token's result depends on the other sequences in the batch or on padding, so it is not reproducible",
+    "backend": "results depend on the kernel",
+    "routing": "the routers of this model must run in float32",
+    "model": "the model that is served is not the one that was trained",
+    "noise": "training and quantisation change activations by as much",
+    "attack": "an attacker can choose the experts",
+}
 LEAST_EXPECTED = 30  # tokens per expert if load were even: with fewer data, an unused expert may not be dead
 
 
@@ -103,39 +111,23 @@ def _layer_findings(entry: AuditedLayer) -> Iterator[Finding]:
 def _perturbation_findings(name: str, one: Perturbed) -> Iterator[Finding]:
     """Yield at most one finding, about the layer where the perturbation is worst."""
     worst = max(one.layers, key=_harm)
-    flips, threshold = worst.flips, _threshold(name, one)
-    is_repeat = name == "none"
-    if is_repeat and (flips or worst.weight_change or worst.output.total):
+    flips, (kind, _, level) = worst.flips, name.partition(".")
+    # The share of flips from which a perturbation is a finding. An attack of a plugin is one on texts.
+    threshold = min(0.5, FLIPS_PER_NOISE * float(level)) if kind == "noise" else FLIPS.get(kind, FLIPS["words"])
+    threshold = 0.0 if one.harmless else threshold
+    if name == "none" and (flips or worst.weight_change or worst.output.total):
         text = f"layer {worst.layer} gives different results when the same forward runs twice; {flips:.1%} of tokens flip"
         yield Finding("evaluation", worst.layer, "severe", flips, 0, text, "no number of this audit can be trusted", 3.0)
-    elif flips > threshold and not is_repeat:
-        severity: Severity = "severe" if one.harmless else "serious" if name.split(".")[0] != "attack" else "minor"
+    elif flips > threshold and name != "none":
+        severity: Severity = "severe" if one.harmless else "serious" if kind != "attack" else "minor"
         text = f"layer {worst.layer}: {flips:.1%} of tokens flip with {one.about}"
-        yield Finding(f"flips: {name}", worst.layer, severity, flips, threshold, text, _why(name), flips / 2)
+        why = WHY.get(kind, "one word changes the experts of other words")
+        yield Finding(f"flips: {name}", worst.layer, severity, flips, threshold, text, why, flips / 2)
 
 
 def _harm(entry: Changes) -> tuple[float, ...]:
     values = (entry.flips, entry.weight_change, entry.output.total)
     return tuple(math.inf if value is None else value for value in values)  # None stands for a value that is not finite
-
-
-def _threshold(name: str, one: Perturbed) -> float:
-    """Return the share of flips from which a perturbation is a finding. An attack of a plugin is one on texts."""
-    kind, _, level = name.partition(".")
-    if one.harmless:
-        return 0.0
-    return min(0.5, FLIPS_PER_NOISE * float(level)) if kind == "noise" else FLIPS.get(kind, FLIPS["words"])
-
-
-def _why(name: str) -> str:
-    return {
-        "batch": "a token's result depends on the other sequences in the batch or on padding, so it is not reproducible",
-        "backend": "results depend on the kernel",
-        "routing": "the routers of this model must run in float32",
-        "model": "the model that is served is not the one that was trained",
-        "noise": "training and quantisation change activations by as much",
-        "attack": "an attacker can choose the experts",
-    }.get(name.split(".")[0], "one word changes the experts of other words")
 
 
 SIGNS: dict[str, Callable[[float, float], bool]] = {

@@ -8,7 +8,6 @@ boundaries (`nearest_jumps`), and what an audit says about some of its tokens (`
 T tokens of the layer, d width, E experts, M points
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, final
@@ -17,16 +16,16 @@ import torch
 from torch import Tensor
 
 from holdfast.auditing.forwards import Observation
-from holdfast.auditing.layer_certificates import route_again
+from holdfast.auditing.layer_certificates import gate_inputs, route_again
 from holdfast.auditing.model_and_data import AuditBatch, AuditedModel, TextEncoder, token_place
-from holdfast.auditing.reports import Boundaries, Mark, Normal, Slice, TieOrder
+from holdfast.auditing.reports import Boundaries, Mark, Normal, Slice, TieOrder, TokenPlace
 from holdfast.geometry import AffineKeys, affine_keys, affine_order, nearest_ties
+from holdfast.geometry.jumps import nearest_flips
 from holdfast.geometry.slices import Plane, PlaneKeys, grid, plane_through, slice_ties
 from holdfast.hub import RouterCall
 from holdfast.hub.layers import MoELayerRef
-from holdfast.metrics.jump import FlipPoints, Jumps, jumps, nearest_flip
+from holdfast.metrics.jump import FlipPoints, Jumps, jumps
 from holdfast.routing import Context, Router, Routing
-from holdfast.routing.declarations import Order
 from holdfast.routing.records import Previous
 
 GRID = 128  # points on each side of a slice
@@ -55,17 +54,17 @@ class LayerTokens:
     keys: AffineKeys
     k: int
     weights: torch.dtype  # of gate weights, as the experts get them
+    batch: AuditBatch
+    encoder: TextEncoder | None
 
     @classmethod
-    def of(cls, audited: AuditedModel, layer: int, observed: Observation) -> "LayerTokens":
+    def of(
+        cls, audited: AuditedModel, layer: int, observed: Observation, batch: AuditBatch, encoder: TextEncoder | None = None
+    ) -> "LayerTokens":
         """Return the tokens of one layer; raise NoGeometry with the reason if its keys are not affine."""
         call, record, rows = observed.router_calls[layer], observed.layers[layer], observed.real(layer)
         flat = call.tokens.reshape(-1, call.tokens.shape[-1])
-        subject = audited.certified(layer)
-        if isinstance(subject, Router):
-            order, k = affine_order(subject, call.tokens, call.context)
-        else:
-            order, k = affine_order(subject, flat)
+        order, k = affine_order(audited.certified(layer), *gate_inputs(call))
         places = rows.cpu()
         return cls(
             audited.moe_layers[layer],
@@ -77,11 +76,17 @@ class LayerTokens:
             keys=affine_keys(order, flat).rows(places),
             k=k,
             weights=record.weights,
+            batch=batch,
+            encoder=encoder,
         )
 
     @property
     def experts(self) -> int:
         return self.keys.experts
+
+    def place(self, token: int) -> TokenPlace:
+        """Return where a token is in the data, with the text around it."""
+        return token_place(self.batch, int(self.rows[token]), self.encoder)
 
     @cached_property
     def lengths(self) -> Tensor:
@@ -92,11 +97,6 @@ class LayerTokens:
     def shared_inputs(self) -> bool:
         """Whether the experts read what the router reads, so that a point moves both."""
         return self.inputs.shape == self.tokens.shape and torch.equal(self.inputs, self.tokens)
-
-    def key_weights(self, group: int) -> Tensor:
-        """Return the weights (E,d) of the keys of tokens with the factors `group`."""
-        weights = self.keys.weights(group)
-        return weights.view(len(weights), -1, self.tokens.shape[1]).sum(1)  # of several blocks, all but one are 0
 
     def route(self, points: Tensor, of: Tensor, router: Router | None = None) -> Routing:
         """Route points (M,d), each in the context of the token `of (M,)`; by another router if there is one."""
@@ -125,17 +125,11 @@ class LayerTokens:
         """The factors that most tokens have."""
         return int(self.keys.index.bincount().argmax())
 
-    def groups(self) -> Iterator[tuple[Tensor, Order]]:
-        """Yield the tokens that share one order of experts, as rows, with that order."""
-        for group in self.keys.index.unique().tolist():
-            rows = (self.keys.index == group).nonzero().flatten()
-            yield rows, Order(self.key_weights(group), self.keys.bias)
-
     def tie_distances(self, orders: tuple[int, ...], chosen: Tensor | None = None) -> tuple[Tensor, bool]:
         """Return the distances (T,M) to the nearest ties of some orders, in shares of each token's norm, and whether all
         are exact. Rows of tokens that are not among `chosen` are left out."""
         found, all_exact = self.lengths.new_zeros(len(self.tokens), len(orders)), True
-        for rows, order in self.groups():
+        for rows, order in self.keys.orders():
             rows = rows if chosen is None else rows[torch.isin(rows, chosen)]
             if len(rows):
                 ties = nearest_ties(order, self.tokens[rows], self.k, orders)
@@ -150,14 +144,7 @@ class LayerTokens:
 
     def flips(self) -> FlipPoints:
         """Return the nearest boundary of every token."""
-        count, width = self.tokens.shape
-        new = self.tokens.double().new_zeros
-        found = FlipPoints(new(count, width), new(count, width), new(count), *(self.rows.new_zeros(count) for _ in range(2)))
-        for rows, order in self.groups():
-            part = nearest_flip(self.tokens[rows], order.matrix, self.k, order.bias)
-            for whole, some in zip(vars(found).values(), vars(part).values(), strict=True):
-                whole[rows] = some
-        return found
+        return nearest_flips(self.keys, self.tokens, self.k)
 
 
 def _context_at(context: Context, rows: Tensor) -> Context:
@@ -205,23 +192,20 @@ def slice_around(layer: LayerTokens, token: int, router: Router | None = None) -
 
 def nearest_two(layer: LayerTokens, token: int) -> list[Tensor]:
     """Return the projections (d,) of a token onto its nearest boundary, and onto the next one with another normal."""
-    weight, point = layer.key_weights(int(layer.keys.index[token])), layer.tokens[token].double()
+    weight, point = layer.keys.order_of(int(layer.keys.index[token])).matrix, layer.tokens[token].double()
     logits = weight @ point + layer.keys.bias
     order = logits.sort(descending=True, stable=True).indices
-    found: list[tuple[float, Tensor]] = []
-    for inside in order[: layer.k].tolist():
-        for outside in order[layer.k :].tolist():
-            normal = weight[outside] - weight[inside]
-            if float(normal.norm()) > 0:
-                found.append((float((logits[inside] - logits[outside]) / normal.norm()), normal / normal.norm()))
-    found.sort(key=lambda each: each[0])
-    if not found:
+    inside, outside = torch.cartesian_prod(order[: layer.k], order[layer.k :]).unbind(1)
+    normals, gaps = weight[outside] - weight[inside], logits[inside] - logits[outside]
+    lengths = normals.norm(dim=1)
+    distances, nearest = (gaps / lengths).where(lengths > 0, torch.inf).sort(stable=True)
+    if not distances[0].isfinite():
         raise ValueError("all experts of this token have equal weights, so there is no boundary.")
-    distance, normal = found[0]
-    for other_distance, other in found[1:]:
-        if float((normal @ other).abs()) < 1 - 1e-6:
-            return [point + max(distance, 1e-9) * normal, point + max(other_distance, 1e-9) * other]
-    raise ValueError("all boundaries of this token are parallel, so there is no second one.")
+    normals = normals[nearest] / lengths[nearest].unsqueeze(1)
+    others = ((normals @ normals[0]).abs() < 1 - 1e-6).nonzero().flatten().tolist()  # not those of equal weights: NaN
+    if not others:
+        raise ValueError("all boundaries of this token are parallel, so there is no second one.")
+    return [point + max(float(distances[place]), 1e-9) * normals[place] for place in (0, others[0])]
 
 
 def _slice(
@@ -238,7 +222,8 @@ def _slice(
     Keys are those of the first token, and coordinates are divided by its norm.
     """
     token = tokens[0]
-    keys = PlaneKeys.of(plane, layer.key_weights(int(layer.keys.index[token])), layer.keys.bias, layer.k)
+    order = layer.keys.order_of(int(layer.keys.index[token]))
+    keys = PlaneKeys.of(plane, order.matrix, order.bias, layer.k)
     low, high, unit = centre - size, centre + size, float(layer.lengths[token])
     ties, places = slice_ties(keys, low, high), grid(low, high, GRID)
     sets = keys.sets(places).reshape(-1, layer.k)
@@ -260,18 +245,12 @@ def _slice(
         points=_joined(ties.points / unit, ties.triples),
         disagree=int((member & ~routings[0].chosen.cpu()).any(1).sum()),
         extra=[each.view(GRID, GRID).tolist() if bool(each.any()) else None for each in extra],
-        tokens=[Mark(number, x, y, None) for number, (x, y) in zip(tokens, marks, strict=True)],
+        tokens=[Mark(number, x, y, layer.place(number).text) for number, (x, y) in zip(tokens, marks, strict=True)],
     )
 
 
 def _joined(places: Tensor, experts: Tensor) -> list[list[float]]:
     return [[*place, *tied] for place, tied in zip(places.tolist(), experts.tolist(), strict=True)]
-
-
-def named(found: Slice, layer: LayerTokens, batch: AuditBatch, encoder: TextEncoder | None) -> Slice:
-    """Return the slice with the texts of its tokens."""
-    texts = [token_place(batch, int(layer.rows[mark.token]), encoder).text for mark in found.tokens]
-    return replace(found, tokens=[replace(mark, text=text) for mark, text in zip(found.tokens, texts, strict=True)])
 
 
 def central_token(layer: LayerTokens, flips: FlipPoints) -> int:
@@ -291,7 +270,7 @@ def near_boundaries(
     known: dict[int, LayerTokens] = {}
     for layer in range(len(audited.moe_layers)):
         try:
-            tokens = LayerTokens.of(audited, layer, observed)
+            tokens = LayerTokens.of(audited, layer, observed, batch, encoder)
         except ValueError as reason:  # its ties are not flats
             found.append(Boundaries(str(reason)))
             continue
@@ -310,7 +289,7 @@ def near_boundaries(
             drawn = slice_around(tokens, central_token(tokens, tokens.flips()))
         except ValueError:  # there are no two boundaries with different normals
             return found
-        found[worst] = replace(found[worst], slice=named(drawn, tokens, batch, encoder))
+        found[worst] = replace(found[worst], slice=drawn)
     return found
 
 

@@ -5,6 +5,7 @@ cannot store. Two reports of the same model, data and settings differ only in `s
 """
 
 import math
+import statistics
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -34,6 +35,12 @@ def require_lengths(length: int, what: str, *rows: Sequence[Any] | None) -> None
     """Raise ValueError if a row has another length."""
     if any(row is not None and len(row) != length for row in rows):
         raise ValueError(f"it needs {what}.")
+
+
+def known_mean(values: Iterable[float | None]) -> float | None:
+    """Return the mean of the values that are known; None if there are none."""
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
 
 
 @dataclass(frozen=True)
@@ -366,16 +373,22 @@ class WhatIf:
     overall: Overall
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Everything that determines an audit, apart from the model and its inputs."""
+@dataclass(frozen=True, kw_only=True)
+class DataSettings:
+    """How the data of a report are read, and the seed of its random numbers."""
 
-    perturb: list[str]
-    noise: list[Noise]
     seed: int = 0
     batch: Positive = 8  # sequences per batch, for texts
     length: Length = 128  # tokens per sequence, for texts
     tokens: Positive | None = None  # stop after this number of tokens, rounded up to whole batches
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(DataSettings):
+    """Everything that determines an audit, apart from the model and its inputs."""
+
+    perturb: list[str]
+    noise: list[Noise]
     rate: Share = 0.1  # of the words that are swapped or misspelt
     budget: Size = 0.01  # of the routing attack, as a share of a token's length
     attack_tokens: Positive = 64
@@ -421,12 +434,6 @@ def differences(before: AuditReport, after: AuditReport) -> list[tuple[str, floa
     """Return the overall numbers in which two audits differ, or which only one of them has: (name, before, after)."""
     one, two = before.numbers(), after.numbers()
     return [(name, one.get(name), two.get(name)) for name in {**one, **two} if one.get(name) != two.get(name)]
-
-
-@dataclass(frozen=True)
-class Norms:
-    mean: float
-    std: float
 
 
 @dataclass(frozen=True)
@@ -507,14 +514,9 @@ class Normal:
         require_lengths(len(self.steps), "a difference for each step", *self.largest)
 
 
-@dataclass(frozen=True, kw_only=True)
-class DrawnToken(TokenPlace):
-    distance: float
-
-
 @dataclass(frozen=True)
 class Pictures:
-    token: DrawnToken
+    token: TokenPlace
     slices: list[Slice]
     normal: Normal
 
@@ -617,7 +619,7 @@ class MeasuredLayer:
     experts: int
     k: int
     tokens: int
-    norm: Norms
+    norm: Numbers  # mean and std
     ties: Ties
     hitting: Hitting | None
     jumps: Jumps
@@ -643,8 +645,8 @@ class GeometryWhatIf:
     jump: Pair
 
 
-@dataclass(frozen=True)
-class GeometrySettings:
+@dataclass(frozen=True, kw_only=True)
+class GeometrySettings(DataSettings):
     """Everything that determines a report, apart from the model and its inputs."""
 
     what_if: str | None = "smooth"
@@ -652,10 +654,6 @@ class GeometrySettings:
     walks: Positive = 4  # of each token that walks
     walking: Positive = 512  # tokens of a layer that walk
     pictures: Natural = 8  # layers with pictures at most, evenly spaced
-    seed: int = 0
-    batch: Positive = 8  # sequences per batch, for texts
-    length: Length = 128  # tokens per sequence, for texts
-    tokens: Positive | None = None  # stop after this number of tokens, rounded up to whole batches
 
 
 @dataclass(frozen=True, kw_only=True)

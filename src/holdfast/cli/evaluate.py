@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from typing import Annotated, Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
-from tyro.conf import Positional, arg
+from tyro.conf import Positional
 
-from holdfast.cli.common import Loading, PluginFiles, TestData, forwards, require_free, show, write_out
+from holdfast.cli.common import TestedModel, forwards, require_free, show, write_out
 
 
 @dataclass(frozen=True)
-class Evaluate:
+class Evaluate(TestedModel):
     """Score a saved model on its test data, clean and attacked, and print metrics of each layer's routing.
 
     Examples: `holdfast evaluate comparison/cells/smoe-seed0`, `holdfast evaluate runs/smooth --out smooth.json`,
@@ -22,19 +21,12 @@ class Evaluate:
 
     model: Positional[str]
     """A folder that `holdfast train` or `compare` wrote, or any Hugging Face folder or name."""
-    out: Path | None = None
-    """Write all numbers to this JSON file."""
-    force: bool = False
-    """Overwrite that file if it exists."""
     metrics: tuple[str, ...] = ()
     """Further metrics, besides those of the model's recipe: accuracy, top5-accuracy, perplexity, or those of a plugin."""
     shift: tuple[str, ...] = ()
     """Score an image classifier on these shifted test sets, and on its clean test images, instead of attacking it. Folders
     laid out as ImageNet-A, -R, -O (CLASS/file) or -C (CORRUPTION/SEVERITY/CLASS/file) are recognised; outliers=FOLDER has
     images of other classes, and `corruptions` are applied to the clean images. A folder may have some of the classes."""
-    test_data: Annotated[TestData, arg(name="")] = field(default_factory=TestData)
-    loading: Annotated[Loading, arg(name="")] = field(default_factory=Loading)
-    plugins: Annotated[PluginFiles, arg(name="")] = field(default_factory=PluginFiles)
 
     def run(self) -> None:
         from holdfast.metrics import ChosenMetrics
@@ -87,6 +79,7 @@ class Evaluate:
 
 def print_shifts(title: str, found: dict[str, dict[str, Any]]) -> None:
     """Print the results on shifted test sets, and a table of the error on each corruption at each severity."""
+    from holdfast.report.page_shell import decimal
     from holdfast.report.tables import Table
 
     note = "error: share of images that are classified wrongly; AUPR: detection of outliers by a low confidence, higher "
@@ -103,7 +96,7 @@ def print_shifts(title: str, found: dict[str, dict[str, Any]]) -> None:
             "number": f"{score['examples']:,}",
             "classes": score.get("classes", ""),
             "measure": score["measure"],
-            "figure": _number(score["figure"], 2),
+            "figure": decimal(score["figure"]),
             **{column: f"{score[key]:.2f}" for column, key in further.items() if score.get(key) is not None},
         }
         for name, score in found.items()
@@ -180,6 +173,7 @@ def against_majority(majority: dict[str, Any], measure: Any) -> str:
 
 def print_routing(routing: dict[str, Any] | None) -> None:
     """Print the routing metrics of each layer as a table."""
+    from holdfast.report.page_shell import decimal, percent
     from holdfast.report.tables import Table
 
     if routing is None:
@@ -192,15 +186,11 @@ def print_routing(routing: dict[str, Any] | None) -> None:
             {
                 "layer": layer["layer"],
                 "experts per token": f"{layer['experts_per_token']['mean']:.2f}",
-                "entropy": _number(layer["entropy"], 3),
-                "load unevenness (CV)": _number(layer["load"]["cv"], 3),
+                "entropy": decimal(layer["entropy"], 3),
+                "load unevenness (CV)": decimal(layer["load"]["cv"], 3),
                 "dead experts": len(layer["load"]["dead"]),
-                "near-ties (0.01)": "" if close is None else f"{close:.2%}",
-                **({"dropped": f"{layer['dropped']['share']:.2%}"} if "dropped" in layer else {}),
+                "near-ties (0.01)": percent(close),
+                **({"dropped": percent(layer["dropped"]["share"])} if "dropped" in layer else {}),
             }
         )
     show(Table.of("Routing on the clean data", rows))
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "none" if value is None else f"{value:.{digits}f}"

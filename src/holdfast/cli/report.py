@@ -30,11 +30,8 @@ class Report:
         from holdfast.report.page_shell import AUDIT, GEOMETRY, MISMATCH
         from holdfast.train.results import Results
 
-        def write_comparison(stored: Path, page: Path, *, force: bool) -> Path:
-            return write_report(Results.load(stored), page, force=force)
-
         kinds: dict[str, tuple[Callable[..., Path], str]] = {
-            Results.file_name: (write_comparison, "report.html"),
+            Results.file_name: (write_report, "report.html"),
             AUDIT: (write_audit, "audit.html"),
             GEOMETRY: (write_geometry, "geometry.html"),
             MISMATCH: (write_mismatch, "mismatch.html"),

@@ -17,7 +17,8 @@ the distance, sqrt(differences . mu), and the keys of all other experts at the p
 N sets of s experts each, E experts, U matrices of products
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, final
 
@@ -28,7 +29,7 @@ from holdfast.certificates.planes import PlaneDistances
 from holdfast.certificates.router_conditions import CertifiedRouter, Gate, describe_gate, describe_router
 from holdfast.certificates.score_geometry import score_geometry
 from holdfast.routing import Context, Router
-from holdfast.routing.declarations import Conditions, NoCertificate, Order
+from holdfast.routing.declarations import NoCertificate, Order
 
 
 class NoGeometry(ValueError):
@@ -45,6 +46,7 @@ class AffineKeys:
     bias: Tensor  # (E,)
     factors: Tensor  # (U,n): the distinct factors m of features; ones if the score scales nothing
     index: Tensor  # (T,): which factors a token has
+    width: int  # d, the same as n with one block
 
     @property
     def experts(self) -> int:
@@ -76,7 +78,17 @@ class AffineKeys:
 
     def rows(self, rows: Tensor | slice) -> "AffineKeys":
         """Return the keys of some of the tokens."""
-        return AffineKeys(self.points[rows], self.weight, self.bias, self.factors, self.index[rows])
+        return replace(self, points=self.points[rows], index=self.index[rows])
+
+    def order_of(self, number: int) -> Order:
+        """Return the order of experts of tokens with the factors `number`, without factors: keys W x + b, W (E,d)."""
+        blocks = self.weights(number).unflatten(1, (-1, self.width))
+        return Order(blocks.sum(1), self.bias)  # of several blocks, all but one are 0
+
+    def orders(self) -> Iterator[tuple[Tensor, Order]]:
+        """Yield the tokens that share one order of experts, as rows, with that order."""
+        for number in self.index.unique().tolist():
+            yield (self.index == number).nonzero().flatten(), self.order_of(number)
 
 
 Noise = float | Tensor | None  # the matrix D of a diffusion: D = sigma 1, a diagonal (d,), or (d,d); None is 1
@@ -105,7 +117,8 @@ def affine_keys(order: Order, tokens: Tensor) -> AffineKeys:
         index = torch.zeros(len(planes.points), dtype=torch.int64, device=planes.points.device)
     else:
         factors, index = planes.scales.distinct
-    return AffineKeys(*(each.cpu() for each in (planes.points, planes.weight, planes.bias, factors, index)))
+    points, weight, bias = planes.points.cpu(), planes.weight.cpu(), planes.bias.cpu()
+    return AffineKeys(points, weight, bias, factors.cpu(), index.cpu(), tokens.shape[-1])
 
 
 @torch.no_grad()
@@ -141,21 +154,16 @@ def _selected(described: CertifiedRouter) -> int:
         raise NoCertificate("there are no tokens")
     if not isinstance(first, PlaneDistances):
         raise NoCertificate(f"{described.declared_by} compares informed or nonlinear gates, whose ties are not flats")
-    k = _k_of(first.conditions)
-    if k is None:
+    # Top-k: each of k chosen experts is ahead of each other expert, and none of a threshold.
+    conditions, counts = first.conditions, first.conditions.chosen.sum(1)
+    k, experts = int(counts[0]), conditions.experts
+    is_top_k = k > 0 and bool((counts == k).all()) and not conditions.way.any() and conditions.ahead.shape[-1] == 1
+    if is_top_k:
+        with_threshold = ((conditions.ahead == experts) | (conditions.behind == experts)).squeeze(-1) & conditions.valid
+        is_top_k = bool((conditions.valid.sum(1) == k * (experts - k)).all()) and not with_threshold.any()
+    if not is_top_k:
         raise NoCertificate(f"{described.declared_by} does not select the k largest logits")
     return k
-
-
-def _k_of(conditions: Conditions) -> int | None:
-    """Return k if the conditions are that each of k chosen experts is ahead of each other expert; else None."""
-    counts = conditions.chosen.sum(1)
-    k = int(counts[0])
-    if k == 0 or bool((counts != k).any()) or conditions.way.any() or conditions.ahead.shape[-1] > 1:
-        return None
-    all_pairs = bool((conditions.valid.sum(1) == k * (conditions.experts - k)).all())
-    with_threshold = ((conditions.ahead == conditions.experts) | (conditions.behind == conditions.experts)).squeeze(-1)
-    return k if all_pairs and not (with_threshold & conditions.valid).any() else None
 
 
 DEPENDENT = 1e-10  # an eigenvalue this small, relative to the largest, is 0: the differences of the weights are dependent
@@ -189,8 +197,7 @@ def project(products: Tensor, index: Tensor, logits: Tensor, members: Tensor) ->
     factor, failed = torch.linalg.cholesky_ex(matrix)
     pivots, sizes = factor.diagonal(dim1=1, dim2=2).square(), matrix.diagonal(dim1=1, dim2=2).amax(1)
     bad = (failed > 0) | ~(pivots.amin(1) > DEPENDENT * sizes)
-    if bad.any():
-        factor = torch.where(bad.view(-1, 1, 1), torch.eye(factor.shape[1], dtype=factor.dtype), factor)
+    factor = torch.where(bad.view(-1, 1, 1), torch.eye(factor.shape[1], dtype=factor.dtype), factor)
     mu = torch.cholesky_solve(differences.unsqueeze(2), factor).squeeze(2)
     empty = torch.zeros_like(bad)
     if bad.any():

@@ -25,10 +25,10 @@ from typing import final
 import torch
 from torch import Tensor
 
-from holdfast.geometry.flats import affine_keys
-from holdfast.geometry.ties import check_k, nearest_ties, tie_points
+from holdfast.geometry.flats import AffineKeys, affine_keys
+from holdfast.geometry.ties import check_k
 from holdfast.kernels.select import strip_fade
-from holdfast.metrics.jump import FlipPoints, Jumps, jumps
+from holdfast.metrics.jump import FlipPoints, Jumps, jumps, nearest_flip
 from holdfast.routing.declarations import Order
 
 Layer = Callable[[Tensor], Tensor]  # from tokens (T,d) to outputs (T, ...)
@@ -52,27 +52,19 @@ def nearest_boundaries(order: Order, tokens: Tensor, k: int) -> FlipPoints:
 
     `metrics.nearest_flip` does the same from weights. This one also knows cosines, and the factors of AC.
     """
-    ties = nearest_ties(order, tokens, k, (1,))
-    if not ties.distances.isfinite().all():
-        raise ValueError("some token has no tie: all its experts are selected, or their weights are equal.")
-    points = tie_points(order, tokens, ties.sets[:, 0])
-    rows = tokens.detach().cpu().double().reshape(-1, tokens.shape[-1])
-    moves = points - rows
-    still = ties.distances[:, 0] <= 1e-9 * rows.norm(dim=1)  # such a token moves nowhere, which gives no normal
-    if still.any():
-        raise ValueError(f"{int(still.sum())} tokens lie on a boundary; leave them out.")
-    first, second = ties.sets[:, 0].nonzero()[:, 1].view(-1, 2).unbind(1)
-    ahead = _is_ahead(order, tokens, first, second)
-    leaving, entering = first.where(ahead, second), second.where(ahead, first)
-    normals = torch.nn.functional.normalize(moves, dim=1)
-    found = (points, normals, ties.distances[:, 0], leaving, entering)
-    return FlipPoints(*(each.to(tokens.device) for each in found))
+    return nearest_flips(affine_keys(order, tokens), tokens, k)
 
 
-def _is_ahead(order: Order, tokens: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    logits = affine_keys(order, tokens).logits
-    one, other = (logits.gather(1, each.unsqueeze(1)).squeeze(1) for each in (first, second))
-    return (one > other) | ((one == other) & (first < second))
+def nearest_flips(keys: AffineKeys, tokens: Tensor, k: int) -> FlipPoints:
+    """Return the nearest boundary of every token that has these keys."""
+    rows = tokens.detach().cpu().double().reshape(-1, keys.width)
+    experts = keys.index.new_zeros(2, len(rows))
+    found = FlipPoints(torch.zeros_like(rows), torch.zeros_like(rows), torch.zeros_like(rows[:, 0]), *experts)
+    for chosen, order in keys.orders():
+        part = nearest_flip(rows[chosen], order.matrix, k, order.bias)
+        for whole, some in zip(vars(found).values(), vars(part).values(), strict=True):
+            whole[chosen] = some
+    return FlipPoints(*(each.to(tokens.device) for each in vars(found).values()))
 
 
 @torch.no_grad()
@@ -149,16 +141,15 @@ def gate_slopes(weights: GateWeights, logits: Tensor, k: int, *, reach: float | 
     """
     check_k(k, logits.shape[1])
     logits = logits.detach().double()
-    jacobian = _jacobian(weights, logits)
-    at_token = torch.linalg.matrix_norm(jacobian, ord=2)
+    # By central differences: `SmoothTopK` hides a part of its derivative from autograd.
+    moves = STEP * torch.eye(logits.shape[1], dtype=torch.float64, device=logits.device)
+    columns = [(weights(logits + move) - weights(logits - move)) / (2 * STEP) for move in moves]
+    at_token = torch.linalg.matrix_norm(torch.stack(columns, dim=2), ord=2)
     if k == logits.shape[1]:
         return GateSlopes(at_token, at_token, torch.zeros_like(at_token))
-    ranked = logits.argsort(dim=1, descending=True, stable=True)
-    gap = (logits.gather(1, ranked[:, k - 1 : k]) - logits.gather(1, ranked[:, k : k + 1])).squeeze(1)
-    direction = (
-        torch.zeros_like(logits).scatter(1, ranked[:, k - 1 : k], -(0.5**0.5)).scatter(1, ranked[:, k : k + 1], 0.5**0.5)
-    )
-    distance = gap * 0.5**0.5
+    last, following = logits.argsort(dim=1, descending=True, stable=True)[:, k - 1 : k + 1].split(1, dim=1)
+    direction = torch.zeros_like(logits).scatter(1, last, -(0.5**0.5)).scatter(1, following, 0.5**0.5)
+    distance = (logits.gather(1, last) - logits.gather(1, following)).squeeze(1) * 0.5**0.5
     tie = logits + distance.unsqueeze(1) * direction
     wide, narrow = (
         (weights(tie + step * direction) - weights(tie - step * direction)).norm(dim=1) for step in (STEP, STEP * SHORTER)
@@ -170,13 +161,3 @@ def gate_slopes(weights: GateWeights, logits: Tensor, k: int, *, reach: float | 
     slopes = line.diff(dim=1).norm(dim=2) / (2 * length / (LINE - 1)).unsqueeze(1)
     largest = slopes.amax(1).maximum(at_token).where(jump == 0, torch.inf)
     return GateSlopes(at_token.where((jump == 0) | (distance > STEP), torch.inf), largest, jump)
-
-
-def _jacobian(weights: GateWeights, logits: Tensor) -> Tensor:
-    """Return (T,E,E) by central differences: `SmoothTopK` hides a part of its derivative from autograd."""
-    columns = []
-    for expert in range(logits.shape[1]):
-        step = torch.zeros_like(logits)
-        step[:, expert] = STEP
-        columns.append((weights(logits + step) - weights(logits - step)) / (2 * STEP))
-    return torch.stack(columns, dim=2)

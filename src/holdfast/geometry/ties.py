@@ -91,19 +91,14 @@ def tie_points(order: Order, tokens: Tensor, sets: Tensor) -> Tensor:
     products, logits = keys.products(), keys.logits
     moves = torch.zeros_like(logits)
     sizes = sets.sum(1)
-    for size in sizes.unique().tolist():
+    for size in sizes[sizes > 1].unique().tolist():
         rows = (sizes == size).nonzero().squeeze(1)
-        if size < 2:
-            continue
         members = sets[rows].nonzero()[:, 1].view(-1, size)
         found = project(products, keys.index[rows], logits[rows], members)
         found_moves = found.multipliers.where(found.distances.isfinite().unsqueeze(1), torch.nan)
         moves[rows] = torch.zeros_like(logits[rows]).scatter(1, members, found_moves)
     points = keys.points + (moves @ keys.weight) * keys.factors[keys.index]
-    width = tokens.shape[-1]
-    if points.shape[1] == width:
-        return points
-    return points.unflatten(1, (-1, width)).sum(1)  # a token has zeros outside the columns of its block
+    return points.unflatten(1, (-1, keys.width)).sum(1)  # a token has zeros outside the columns of its block
 
 
 def _nearest(products: Tensor, keys: AffineKeys, k: int, orders: Sequence[int]) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -117,7 +112,12 @@ def _nearest(products: Tensor, keys: AffineKeys, k: int, orders: Sequence[int]) 
     found = []
     for m in orders:
         if m == 1:
-            found.append(_nearest_pair(logits, pairs, k))
+            chosen = ranks_of(logits) < k
+            across = chosen.unsqueeze(2) & ~chosen.unsqueeze(1)
+            distances, which = pairs.where(across, torch.inf).flatten(1).min(1)
+            members = torch.stack([which // keys.experts, which % keys.experts], dim=1)
+            sets = nothing.scatter(1, members, True) & distances.isfinite().unsqueeze(1)
+            found.append((distances, sets, no_tie[2]))
         elif m < keys.experts:
             search = _Search(products, keys.index, logits, pairs, k, m)
             search.start_from_consecutive()
@@ -146,16 +146,6 @@ def ranks_of(logits: Tensor) -> Tensor:
     return torch.empty_like(order).scatter(1, order, torch.arange(logits.shape[1]).expand_as(order))
 
 
-def _nearest_pair(logits: Tensor, pairs: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    chosen = ranks_of(logits) < k
-    across = chosen.unsqueeze(2) & ~chosen.unsqueeze(1)
-    distances, which = pairs.where(across, torch.inf).flatten(1).min(1)
-    experts = logits.shape[1]
-    members = torch.stack([which // experts, which % experts], dim=1)
-    sets = torch.zeros_like(chosen).scatter(1, members, True) & distances.isfinite().unsqueeze(1)
-    return distances, sets, torch.ones_like(sets[:, 0])
-
-
 @final
 class _Search:
     """The search for the nearest tie of order m of some tokens; see above."""
@@ -179,15 +169,12 @@ class _Search:
         found = Projection(*(each[near] for each in found))
         keys = keys_at(self.products, index, logits, members, found)
         is_tie = at_threshold(keys, members, self.k, self.scale[rows])
-        self._keep(rows[is_tie], members[is_tie], found.distances[is_tie])
-        return torch.zeros_like(near)
-
-    def _keep(self, rows: Tensor, members: Tensor, distances: Tensor) -> None:
-        before = self.best.clone()
+        rows, members, distances = rows[is_tie], members[is_tie], found.distances[is_tie]
+        before = self.best
         self.best = before.scatter_reduce(0, rows, distances, "amin")
         better = (distances == self.best[rows]) & (distances < before[rows])
-        rows, members = rows[better], members[better]
-        self.sets[rows] = torch.zeros_like(self.sets[rows]).scatter(1, members, True)
+        self.sets[rows[better]] = torch.zeros_like(self.sets[rows[better]]).scatter(1, members[better], True)
+        return torch.zeros_like(near)
 
     def start_from_consecutive(self) -> None:
         """Find an upper bound: the smallest sets that follow each other in the ranking, around the threshold."""

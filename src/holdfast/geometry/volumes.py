@@ -42,7 +42,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
-from typing import Literal, NamedTuple, final
+from typing import Literal, final
 
 import numpy as np
 import torch
@@ -109,9 +109,7 @@ def _log_integral(m: int, dim: int, radius: float, low: Tensor, high: Tensor, ca
     rho = low.unsqueeze(1) + width * (1 - angle.cos()) / 2
     step = width * math.pi / 4 * angle.sin() * weights
     inside = (1 - (rho / radius).square()).clamp_min(0)
-    log_density = (m - 1) * (rho / radius).log() + (dim - m) / 2 * inside.log()
-    if m == 1:
-        log_density = (dim - m) / 2 * inside.log()
+    log_density = torch.special.xlogy(m - 1, rho / radius) + (dim - m) / 2 * inside.log()
     log_beta = math.lgamma(m / 2) + math.lgamma((dim - m) / 2 + 1) - math.lgamma(dim / 2 + 1)
     log_density = log_density + math.log(2 / radius) - log_beta
     if cap is not None:
@@ -263,20 +261,22 @@ def thickening_share(
     share = counts[frequent].double().clamp_min(1e-300)
     log_share = (share / share.sum()).log()
     dim = tokens.shape[-1]
-    found = []
+    found, densities = [], []
     for number in frequent.tolist():
         products = keys.products_of(number)
         flats = [
             _flats_of(products, keys.bias, k, m, above=range(max(0, k - m), k), draws=draws, most=most_sets, seed=seed)
             for m in orders
         ]
-        found.append([_shares(each, min(m, dim), dim, widths, size, form) for m, each in zip(orders, flats, strict=True)])
+        shares = (_shares(each, min(m, dim), dim, widths, size, form) for m, each in zip(orders, flats, strict=True))
+        found.append([torch.stack(each, dim=1) for each in zip(*shares, strict=True)])
+        densities.append(torch.stack([each.density.mean().nan_to_num(nan=0.0) for each in flats]))
     # (U,n,M) each: averaged over the distinct factors
-    stacked = [torch.stack([torch.stack([one[place] for one in row], dim=1) for row in found]) for place in range(4)]
-    law, exact, bound = ((each + log_share.view(-1, 1, 1)).logsumexp(0) for each in stacked[:3])
-    density = torch.stack([torch.stack([one.density for one in row]) for row in found]).mean(0)
+    *logarithms, error = (torch.stack(each) for each in zip(*found, strict=True))
+    law, exact, bound = ((each + log_share.view(-1, 1, 1)).logsumexp(0) for each in logarithms)
+    density = torch.stack(densities).mean(0)
     sampled = tuple(math.comb(keys.experts, m + 1) > most_sets for m in orders)
-    return Thickening(widths, orders, size, form, law, exact, bound, stacked[3].amax(0), density, sampled)
+    return Thickening(widths, orders, size, form, law, exact, bound, error.amax(0), density, sampled)
 
 
 @final
@@ -318,20 +318,11 @@ def _flats_of(
     return _Flats(members, matrices, offsets, delta, hits.double() / draws, draws, scale)
 
 
-class _Sums(NamedTuple):
-    """Sums over the flats of one order: logarithms and the relative error (n,), and the mean slice density."""
-
-    law: Tensor
-    exact: Tensor
-    bound: Tensor
-    error: Tensor
-    density: Tensor
-
-
-def _shares(flats: _Flats, m: int, dim: int, eps: Tensor, radius: float, form: Form) -> _Sums:
+def _shares(flats: _Flats, m: int, dim: int, eps: Tensor, radius: float, form: Form) -> tuple[Tensor, ...]:
+    """Return sums over the flats of one order: the logarithms of law, exact share and bound, and the relative error (n,)."""
     nothing = torch.full_like(eps, -torch.inf)
     if not len(flats.members):
-        return _Sums(nothing, nothing, nothing, torch.zeros_like(eps), torch.zeros((), dtype=torch.float64))
+        return nothing, nothing, nothing, torch.zeros_like(eps)
     log_density, weight = flats.density.log(), math.log(flats.scale)
     if form == "euclidean":
         laws = log_law(m, dim, eps, radius).unsqueeze(1)
@@ -340,17 +331,13 @@ def _shares(flats: _Flats, m: int, dim: int, eps: Tensor, radius: float, form: F
         laws = log_law(m, dim, eps.unsqueeze(1), radius, flats.log_det)
         shares = log_share_spread(m, dim, flats.matrices, flats.offsets, eps, radius)
     law, exact, bound = ((each + weight).logsumexp(1) for each in (laws + log_density, shares + log_density, shares))
-    error = torch.stack([_relative_error(each, flats.density, flats.draws, flats.scale > 1) for each in shares])
-    return _Sums(law, exact, bound, error, flats.density.mean())
-
-
-def _relative_error(log_shares: Tensor, density: Tensor, draws: int, sampled: bool) -> Tensor:
-    """Return the half-width of a 95% interval of sum rho_T s_T, relative to the sum."""
-    shares = (log_shares - log_shares.amax()).exp()
-    terms = shares * density
-    of_draws = (shares.square() * density * (1 - density) / draws).sum()
-    variance = terms.var() * len(terms) if sampled else of_draws
-    return (CONFIDENCE * variance.sqrt() / terms.sum()).nan_to_num(nan=0.0)
+    # The half-width of a 95% interval of sum rho_T s_T, relative to the sum
+    relative, density = (shares - shares.amax(1, keepdim=True)).exp(), flats.density
+    terms = relative * density
+    of_draws = (relative.square() * density * (1 - density) / flats.draws).sum(1)
+    variance = terms.var(1) * terms.shape[1] if flats.scale > 1 else of_draws
+    error = (CONFIDENCE * variance.sqrt() / terms.sum(1)).nan_to_num(nan=0.0)
+    return law, exact, bound, error
 
 
 def sets_of(experts: int, size: int, most: int, source: torch.Generator) -> Tensor:

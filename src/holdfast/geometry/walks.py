@@ -35,14 +35,14 @@ T tokens, N sets of experts
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, final
+from typing import final
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from holdfast.errors import require_extra
-from holdfast.geometry.flats import AffineKeys, Noise, affine_keys, gram, independent, project
+from holdfast.geometry.flats import Noise, affine_keys, gram, independent, project
 from holdfast.geometry.ties import MOST_ELEMENTS, check_k, pair_distances, ranks_of
 from holdfast.geometry.volumes import MOST_SETS, legendre_nodes, log_ball, sets_of
 from holdfast.routing.declarations import Order
@@ -80,25 +80,17 @@ def hitting_bounds(
         raise ValueError(f"times are {instants.tolist()}; expected positive numbers.")
     products = keys.products(noise)
     step = max(1, MOST_ELEMENTS // keys.experts**2)
-    by_token = instants.expand(len(keys.points), -1)
-    parts = [slice(start, start + step) for start in range(0, max(1, len(keys.points)), step)]
-    found = [_bounds_of(products, keys.rows(part), k, by_token[part]) for part in parts]
+    by_token, pairs, found = instants.expand(len(keys.points), -1), k * (keys.experts - k), []
+    for start in range(0, max(1, len(keys.points)), step):
+        part, times_of_part = keys.rows(slice(start, start + step)), by_token[start : start + step]
+        chosen = ranks_of(part.logits) < k
+        across = chosen.unsqueeze(2) & ~chosen.unsqueeze(1)
+        distances = pair_distances(products, part.index, part.logits).where(across, torch.inf).flatten(1)
+        distances = distances.sort(1).values[:, : max(1, pairs)]
+        upper = torch.stack([meets_before(distances, time.unsqueeze(1)).sum(1) for time in times_of_part.t()], dim=1)
+        found.append((distances[:, 0], meets_before(distances[:, :1], times_of_part), upper))
     nearest, lower, upper = (torch.cat(each) for each in zip(*found, strict=True))
-    pairs = k * (keys.experts - k)
     return HittingBounds(instants, nearest, lower, upper.clamp_max(1), (pairs * lower).clamp_max(1))
-
-
-def _bounds_of(products: Tensor, keys: AffineKeys, k: int, times: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    logits = keys.logits
-    chosen = ranks_of(logits) < k
-    across = chosen.unsqueeze(2) & ~chosen.unsqueeze(1)
-    distances = pair_distances(products, keys.index, logits).where(across, torch.inf).flatten(1)
-    distances = distances.sort(1).values[:, : k * (keys.experts - k)]
-    if not distances.shape[1]:
-        distances = torch.full_like(logits[:, :1], torch.inf)
-    nearest = distances[:, 0]
-    upper = torch.stack([meets_before(distances, time.unsqueeze(1)).sum(1) for time in times.t()], dim=1)
-    return nearest, meets_before(nearest.unsqueeze(1), times), upper
 
 
 def meets_before(distances: Tensor, time: Tensor) -> Tensor:
@@ -113,7 +105,6 @@ class Walks:
 
     times: Tensor  # (T,walks) float64
     orders: Tensor  # (T,walks) int64: of the tie at the exit, after refining the step in which it happened
-    unrefined_orders: Tensor  # (T,walks) int64: experts that met in that step, less 1, before it was refined
 
     def share_before(self, times: Tensor) -> Tensor:
         """Return (T,n): the share of a token's walks that have left their cell before each of `times (n,)`."""
@@ -140,30 +131,17 @@ def simulate_walks(
     source = torch.Generator().manual_seed(seed)
     shape = (len(keys.points), walks)
     times, orders = torch.full(shape, torch.inf, dtype=torch.float64), torch.zeros(shape, dtype=torch.int64)
-    unrefined = orders.clone()
     if k < keys.experts:
-        products = keys.products(noise).cpu()
+        products = keys.products(noise)
         rows = torch.arange(shape[0]).repeat_interleave(walks)
         step = max(1, MOST_ELEMENTS // (k * (keys.experts - k)))
         for group in range(len(products)):
-            members = (keys.index.cpu()[rows] == group).nonzero().squeeze(1)
+            members = (keys.index[rows] == group).nonzero().squeeze(1)
             for part in members.split(step):
                 start = rows[part]
-                walking = _Walking(products[group], keys.logits.cpu()[start], k, limit[start], source)
-                exits = walking.run()
-                for table, values in zip((times, orders, unrefined), exits, strict=True):
-                    table.view(-1)[part] = values
-    return Walks(times, orders, unrefined)
-
-
-class _Step(NamedTuple):
-    """A step of some walks: keys at both ends, its start and its length, and which pairs (R,k,E-k) met in it."""
-
-    start: Tensor
-    end: Tensor
-    time: Tensor
-    length: Tensor
-    met: Tensor
+                walking = _Walking(products[group], keys.logits[start], k, limit[start], source)
+                times.view(-1)[part], orders.view(-1)[part] = walking.run()
+    return Walks(times, orders)
 
 
 @final
@@ -200,11 +178,10 @@ class _Walking:
         drawn = torch.rand(before.shape, generator=self.source, dtype=torch.float64)
         return (after <= 0) | (drawn < chance)
 
-    def run(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Walk until every walk has left its cell or is at its horizon; return times, orders and unrefined orders (R,)."""
+    def run(self) -> tuple[Tensor, Tensor]:
+        """Walk until every walk has left its cell or is at its horizon; return times and orders (R,)."""
         count = len(self.start)
-        times = torch.full((count,), torch.inf, dtype=torch.float64)
-        orders, unrefined = torch.zeros(count, dtype=torch.int64), torch.zeros(count, dtype=torch.int64)
+        times, orders = torch.full((count,), torch.inf, dtype=torch.float64), torch.zeros(count, dtype=torch.int64)
         clock, keys = torch.zeros_like(times), self.start.clone()
         alive = (self.shortest < torch.inf).nonzero().squeeze(1)  # a walk without noise between its experts never flips
         exits: list[tuple[Tensor, ...]] = []
@@ -220,13 +197,17 @@ class _Walking:
             alive = alive[~out & (length < left)]
         if exits:
             walks, *step = (torch.cat(each) for each in zip(*exits, strict=True))
-            unrefined[walks] = order_of(step[-1])
-            times[walks], orders[walks] = self._refine(walks, _Step(*step))
-        return times, orders, unrefined
+            times[walks], orders[walks] = self._refine(walks, *step)
+        return times, orders
 
-    def _refine(self, walks: Tensor, step: _Step) -> tuple[Tensor, Tensor]:
-        """Halve the steps until one pair alone meets in them; return the times of the exits and the orders there."""
-        start, end, time, length, met = (each.clone() for each in step)
+    def _refine(
+        self, walks: Tensor, start: Tensor, end: Tensor, time: Tensor, length: Tensor, met: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Halve steps until one pair alone meets in them; return the times of the exits and the orders there.
+
+        start, end      keys at both ends of a step, which are changed in place, as are its `time`, its `length` and `met`,
+                        the pairs (R,k,E-k) that met in it
+        """
         for _ in range(MOST_ROUNDS):
             rows = (met.flatten(1).sum(1) > 1).nonzero().squeeze(1)
             if not len(rows):
@@ -283,9 +264,7 @@ ROWS = 2**10  # flats whose integrals are computed together
 class OccupationTimes:
     """The mean time near ties of order m, for each token: the sum over all sets of m + 1 experts."""
 
-    m: int
-    eps: float
-    time: float
+    time: float  # until which it was measured
     times: Tensor  # (T,): exact for isotropic noise, an upper bound otherwise
     exact: bool  # whether the times near each flat are exact; their sum is an upper bound of the time near the ties
     sampled: bool  # only some of the sets were summed, and the sum scaled to all
@@ -354,18 +333,17 @@ def occupation_bound(
         root = ratio.sqrt()
         integral = 2 * math.sqrt(time) * ((-ratio).exp() - math.sqrt(math.pi) * root * torch.special.erfc(root))
     else:
-        integral = _incomplete_gamma(m / 2 - 1, ratio) * beta ** (1 - m / 2)
+        # The upper incomplete gamma function, not divided by Gamma(power)
+        power = m / 2 - 1
+        if power > 0:
+            upper = torch.special.gammaincc(torch.full_like(ratio, power), ratio) * math.gamma(power)
+        else:
+            require_extra("the bound of occupation times of order 2", "scipy")
+            from scipy.special import exp1
+
+            upper = torch.from_numpy(np.asarray(exp1(ratio.numpy())))
+        integral = upper * beta**-power
     return (log_constant.exp() * integral).nan_to_num(nan=time, posinf=time).clamp(0, time)
-
-
-def _incomplete_gamma(power: float, ratio: Tensor) -> Tensor:
-    """Return the upper incomplete gamma function, not divided by Gamma(power)."""
-    if power > 0:
-        return torch.special.gammaincc(torch.full_like(ratio, power), ratio) * math.gamma(power)
-    require_extra("the bound of occupation times of order 2", "scipy")
-    from scipy.special import exp1
-
-    return torch.from_numpy(np.asarray(exp1(ratio.numpy())))
 
 
 def _check(eps: float, time: float) -> None:
@@ -397,7 +375,7 @@ def occupation_times(
     isotropic = noise is None or isinstance(noise, float | int)
     exact = isotropic and not bound
     if k == keys.experts or not 1 <= m < keys.experts:
-        return OccupationTimes(m, eps, time, torch.zeros(len(keys.points), dtype=torch.float64), exact, sampled=False)
+        return OccupationTimes(time, torch.zeros(len(keys.points), dtype=torch.float64), exact, sampled=False)
     members = sets_of(keys.experts, m + 1, most_sets, torch.Generator().manual_seed(seed))
     scale = math.comb(keys.experts, m + 1) / len(members)
     products, noisy = keys.products(), keys.products(noise)
@@ -418,7 +396,7 @@ def occupation_times(
             each = occupation_bound(m, delta, eps, time, *across[int(number)])
         found.append(each.sum() * scale)
     times = torch.stack(found) if found else torch.zeros(0, dtype=torch.float64)
-    return OccupationTimes(m, eps, time, times, exact, sampled=scale > 1)
+    return OccupationTimes(time, times, exact, sampled=scale > 1)
 
 
 def _noise_across(plain: Tensor, noisy: Tensor) -> tuple[Tensor, Tensor]:

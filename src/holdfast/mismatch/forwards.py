@@ -16,7 +16,7 @@ B sequences of N tokens, L MoE layers, K slots
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -30,7 +30,9 @@ from holdfast.hub.context import NOT_CAUSAL
 from holdfast.hub.forwards import ROUTED_EXPERTS
 from holdfast.hub.install import hooks_of
 from holdfast.hub.layers import moe_layers
+from holdfast.mismatch.rollout import Sequences
 from holdfast.replaying import RoutedModel, Routes
+from holdfast.replaying.forwards import join_pieces
 from holdfast.replaying.routes import join_layers
 from holdfast.routing.replaying import NO_RECORD
 
@@ -38,23 +40,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 Tell = Callable[[int], None]  # called with the number of tokens that a step has finished
 LIVE, REPLAY, SMOOTH, FLOAT32 = "live", "replay", "smooth", "float32"
 SAME_RULE = "smoe"  # the checkpoint's scores and its rule, computed in float32
-
-
-@final
-@dataclass(frozen=True)
-class Sequences:
-    """Token ids (B,N), padded on the right."""
-
-    input_ids: Tensor  # (B,N) int64
-    lengths: Tensor  # (B,) int64
-
-    @property
-    def token_mask(self) -> Tensor:
-        return torch.arange(self.input_ids.shape[1]) < self.lengths.unsqueeze(-1)
-
-    @property
-    def tokens(self) -> int:
-        return int(self.lengths.sum())
 
 
 @final
@@ -89,34 +74,33 @@ def run_forwards(
         longest = int(sequences.lengths[rows].max())
         ids, real = sequences.input_ids[rows, :longest], mask[rows, :longest]
         replayed = None if routes is None else routes.experts[rows, :longest]
-        found, known = (_decoded if decode else _at_once)(audited, ids, real, replayed)
-        pieces.append(found.cpu().where(real[..., None, None], NO_RECORD))
-        logprobs[rows, :longest] = known.float().cpu().where(real, torch.nan)
+        assert routes is None or not decode, "a rollout is never replayed"
+        experts, known = _decoded(audited, ids, real) if decode else _at_once(audited, ids, real, replayed)
+        experts = experts.cpu().where(real[..., None, None], NO_RECORD)
+        pieces.append(nn.functional.pad(experts, (0, 0, 0, 0, 0, mask.shape[1] - longest), value=NO_RECORD))
+        logprobs[rows, 1:longest] = known.float().cpu().where(real[:, 1:], torch.nan)
         if tell is not None:
             tell(int(real.sum()))
-    logprobs[:, 0] = torch.nan
     if bool(logprobs[:, 1:][mask[:, 1:]].isnan().any()):
         raise ValueError(
             "the model's log-probabilities are NaN: its activations overflow in this dtype; choose another one."
         )
-    return Forward(Routes.from_tensor(_joined(pieces, of, sequences.input_ids.shape[1]), of), logprobs)
+    return Forward(Routes.from_tensor(join_pieces(pieces, of, dim=0), of), logprobs)
 
 
 def _at_once(audited: AuditedModel, ids: Tensor, real: Tensor, routes: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the experts (b,n,L,K) and the log-probabilities (b,n), the first column unknown, of whole sequences."""
+    """Return the experts (b,n,L,K) of whole sequences, and the log-probabilities (b,n-1) of all tokens but the first."""
     inputs = {"input_ids": ids, "attention_mask": real.long()}
     with trace(audited.model) as traced:
         logits = audited.forward(inputs if routes is None else {**inputs, ROUTED_EXPERTS: routes}).logits
         found = join_layers(list(traced), (ids.shape[0], ids.shape[1]), traced.token_mask)
-    return found, _with_first(_log_probability(logits[:, :-1], ids[:, 1:]))
+    return found, _log_probability(logits[:, :-1], ids[:, 1:])
 
 
-def _decoded(audited: AuditedModel, ids: Tensor, real: Tensor, routes: Tensor | None) -> tuple[Tensor, Tensor]:
+def _decoded(audited: AuditedModel, ids: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
     """Return the same as `_at_once`, one token at a time."""
-    assert routes is None, "a rollout is never replayed"
-    cache: Any = None
-    found, known = [], []
-    device = audited.device
+    cache, device = None, audited.device
+    found, known = [], [torch.empty(len(ids), 0, device=device)]
     with trace(audited.model) as traced:
         for place in range(ids.shape[1]):
             out = audited.model(
@@ -129,10 +113,7 @@ def _decoded(audited: AuditedModel, ids: Tensor, real: Tensor, routes: Tensor | 
             found.append(join_layers(list(traced), (len(ids), 1), None))
             if place + 1 < ids.shape[1]:
                 known.append(_log_probability(out.logits[:, -1:], ids[:, place + 1 : place + 2]))
-    of = RoutedModel.from_model(audited.model)
-    slots = max(each.shape[-1] for each in found)
-    joined = torch.cat([_widened(each.cpu(), slots, of) for each in found], dim=1)
-    return joined, _with_first(torch.cat(known, dim=1) if known else torch.empty(len(ids), 0))
+    return join_pieces(found, RoutedModel.from_model(audited.model), dim=1), torch.cat(known, dim=1)
 
 
 def _log_probability(logits: Tensor, targets: Tensor) -> Tensor:
@@ -140,45 +121,21 @@ def _log_probability(logits: Tensor, targets: Tensor) -> Tensor:
     return logits.float().log_softmax(-1).gather(-1, targets.to(logits.device).unsqueeze(-1)).squeeze(-1)
 
 
-def _with_first(logprobs: Tensor) -> Tensor:
-    return torch.nn.functional.pad(logprobs, (1, 0), value=torch.nan)
-
-
-def _joined(pieces: list[Tensor], of: RoutedModel, length: int) -> Tensor:
-    """Return batches of experts (b,n,L,K) as one tensor (B,N,L,K)."""
-    slots = max(piece.shape[-1] for piece in pieces)
-    wide = [_widened(piece, slots, of) for piece in pieces]
-    padded = [torch.nn.functional.pad(each, (0, 0, 0, 0, 0, length - each.shape[1]), value=NO_RECORD) for each in wide]
-    return torch.cat(padded)
-
-
-def _widened(routes: Tensor, slots: int, of: RoutedModel) -> Tensor:
-    """Return `routes (b,n,L,K)` with unused slots added, or -1 where a token has no record."""
-    missing = slots - routes.shape[-1]
-    unused = torch.tensor(of.experts).view(-1, 1).expand(*routes.shape[:-1], missing)
-    return torch.cat([routes, unused.where((routes >= 0).all(-1, keepdim=True), NO_RECORD)], dim=-1)
-
-
-@contextmanager
-def weights_of_rollout(audited: AuditedModel, dtype: torch.dtype, *, float32_routers: bool = False) -> Iterator[None]:
+def weights_of_rollout(
+    audited: AuditedModel, dtype: torch.dtype, *, float32_routers: bool = False
+) -> AbstractContextManager[None]:
     """Hold the weights in the rollout's number format, as `from_pretrained(dtype=...)` would; restore them afterwards.
 
     float32_routers   keep the weights of the routers as they are
     """
-    keep = _kept_in_float32(audited.model, dtype)
+    names = set(getattr(audited.model, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16:
+        names |= set(getattr(audited.model, "_keep_in_fp32_modules", None) or ())
+    kept = re.compile("|".join(rf"((^|\.){re.escape(name)}($|\.))" for name in sorted(names)) or "$^")  # or nothing
+    keep = [parameter for name, parameter in audited.model.named_parameters() if kept.search(name)]
     if float32_routers:
         keep += [parameter for site in audited.scorers() for parameter in site.parameters()]
-    with weights_in_dtype([audited.model], dtype, keep=keep):
-        yield
-
-
-def _kept_in_float32(model: Any, dtype: torch.dtype) -> list[nn.Parameter]:
-    """Return the weights that the family always loads in float32, in this dtype."""
-    names = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-    if dtype == torch.float16:
-        names |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
-    found = re.compile("|".join(rf"((^|\.){re.escape(name)}($|\.))" for name in sorted(names))) if names else None
-    return [] if found is None else [each for name, each in model.named_parameters() if found.search(name)]
+    return weights_in_dtype([audited.model], dtype, keep=keep)
 
 
 def reason_against(remedy: str, model: Any) -> str | None:
@@ -208,11 +165,9 @@ def _require_decoding(model: Any, decode: bool) -> None:
         raise ValueError(f"{NOT_CAUSAL}; its rollout cannot be one token at a time (rollout_decode).")
 
 
-@contextmanager
-def with_replay(model: Any) -> Iterator[None]:
+def with_replay(model: Any) -> AbstractContextManager[None]:
     """Give an unchanged model the hooks that take recorded routes, without a change of any number."""
-    with nullcontext() if hooks_of(model) is not None else with_router(model, "native"):
-        yield
+    return nullcontext() if hooks_of(model) is not None else with_router(model, "native")
 
 
 @contextmanager
@@ -229,12 +184,10 @@ def with_router(model: Any, router: str, seed: int = 0) -> Iterator[None]:
         restore(model)
 
 
-@contextmanager
-def with_float32_routing(model: Any) -> Iterator[None]:
+def with_float32_routing(model: Any) -> AbstractContextManager[None]:
     """Let the model compute its own rule in float32; Holdfast's routers do so already."""
     computes = all(layer.router is not None for layer in moe_layers(model))
-    with nullcontext() if computes else with_router(model, SAME_RULE):
-        yield
+    return nullcontext() if computes else with_router(model, SAME_RULE)
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from typing import Annotated, ClassVar, Literal, final
 import torch
 from torch import Tensor
 
-from holdfast.auditing.reports import Length, Positive, Report, require_lengths
+from holdfast.auditing.reports import DataSettings, Positive, Report, require_lengths
 from holdfast.checked import Limits
 
 PERMILLES = {"50": 500, "90": 900, "99": 990, "99.9": 999}  # quantiles by name, in thousandths
@@ -28,9 +28,12 @@ RolloutKind = Literal["recorded", "simulated"]
 
 
 @final
-@dataclass(frozen=True)
-class MismatchSettings:
-    """Everything that determines a report, apart from the model and its sequences."""
+@dataclass(frozen=True, kw_only=True)
+class MismatchSettings(DataSettings):
+    """Everything that determines a report, apart from the model and its sequences.
+
+    `seed` is that of the draws and of new weights of `router`, and `batch` that of the training forward.
+    """
 
     rollout_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"  # of weights and activations, if simulated
     rollout_batch: Positive = 1  # sequences per batch of a simulated rollout
@@ -39,10 +42,6 @@ class MismatchSettings:
     router: str = "smooth"  # the remedy `smooth`: this router on both sides
     clip: list[float] = field(default_factory=lambda: [0.8, 1.2])  # ratios outside of it are counted
     draws: Annotated[int, Limits(100, math.inf, "a whole number, at least 100")] = 1000  # of sequences, for intervals
-    seed: int = 0  # of these draws, and of new weights of `router`
-    batch: Positive = 8  # sequences per batch of the training forward
-    length: Length = 128  # tokens per sequence, for texts
-    tokens: Positive | None = None  # stop after this number of tokens, rounded up to whole batches
     tail: list[float] = field(default_factory=lambda: list(TAIL))  # sizes of the gap whose shares are reported
 
     def __post_init__(self) -> None:

@@ -25,16 +25,33 @@ ABOVE_ONE = 1e-3  # rounding may give a log-probability slightly above 0
 UNKNOWN_ENGINE = "an engine without a name"
 
 
+@dataclass(frozen=True)
+class Sequences:
+    """Token ids (B,N), padded on the right."""
+
+    input_ids: Tensor  # (B,N) int64
+    lengths: Tensor  # (B,) int64: tokens of each sequence
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[Tensor]) -> "Sequences":
+        """Return sequences (n,) of any lengths."""
+        ids = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
+        return Sequences(ids, torch.tensor([len(row) for row in rows]))
+
+    @property
+    def token_mask(self) -> Tensor:
+        """(B,N) bool: True where the token is real."""
+        return torch.arange(self.input_ids.shape[1]) < self.lengths.unsqueeze(-1)
+
+
 @final
 @dataclass(frozen=True)
-class Rollout:
-    """Token ids (B,N), padded on the right, with their routes and log-probabilities. Raise ValueError if they do not fit.
+class Rollout(Sequences):
+    """Sequences with their routes and log-probabilities. Raise ValueError if they do not fit.
 
     Make one with `from_sequences` or `from_batch`. `logprobs[b, n]` belongs to token n given the tokens before it.
     """
 
-    input_ids: Tensor  # (B,N) int64
-    lengths: Tensor  # (B,) int64: tokens of each sequence
     routes: Routes  # (B,N,L,K)
     logprobs: Tensor | None = None  # (B,N) float32; NaN where the engine has none, as for the prompt
     engine: str = UNKNOWN_ENGINE
@@ -53,12 +70,15 @@ class Rollout:
         if not bool(self.recorded.any()):
             raise ValueError("the routes have no record at any token of these sequences.")
         if self.logprobs is not None:
-            _require_logprobs(self.logprobs, self.input_ids.shape)
-
-    @property
-    def token_mask(self) -> Tensor:
-        """(B,N) bool: True where the token is real."""
-        return torch.arange(self.input_ids.shape[1]) < self.lengths.unsqueeze(-1)
+            if self.logprobs.shape != self.input_ids.shape or not self.logprobs.is_floating_point():
+                raise ValueError(
+                    f"the log-probabilities are {self.logprobs.dtype} {tuple(self.logprobs.shape)}; expected floats "
+                    f"{tuple(self.input_ids.shape)}."
+                )
+            wrong = self.logprobs[self.logprobs.isinf() | (self.logprobs > ABOVE_ONE)]
+            if len(wrong):
+                says = "expected finite numbers of at most 0, natural logarithms"
+                raise ValueError(f"there is a log-probability {float(wrong[0]):g}; {says}.")
 
     @property
     def recorded(self) -> Tensor:
@@ -95,12 +115,19 @@ class Rollout:
         rows = [torch.as_tensor(row, dtype=torch.int64).flatten() for row in tokens]
         if not rows or not all(len(row) for row in rows):
             raise ValueError("there are no token ids: give at least one for each sequence.")
-        lengths = torch.tensor([len(row) for row in rows])
-        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        mask = (torch.arange(ids.shape[1]) < lengths.unsqueeze(-1)).long()
-        routes = Routes.from_sequences(routed_experts, model, attention_mask=mask, start=start)
-        found = None if logprobs is None else _at_the_end(logprobs, lengths, ids.shape[1])
-        return cls(ids, lengths, routes, found, engine)
+        given = Sequences.from_rows(rows)
+        ids, lengths = given.input_ids, given.lengths
+        routes = Routes.from_sequences(routed_experts, model, attention_mask=given.token_mask.long(), start=start)
+        if logprobs is None:
+            return cls(ids, lengths, routes, None, engine)
+        if len(logprobs) != len(lengths):
+            raise ValueError(f"there are log-probabilities of {len(logprobs)} sequences, but {len(lengths)} sequences.")
+        at_the_end = torch.full(ids.shape, torch.nan)
+        for row, (values, length) in enumerate(zip(logprobs, lengths.tolist(), strict=True)):
+            if len(values) > length:
+                raise ValueError(f"sequence {row} has {len(values)} log-probabilities, but {length} tokens.")
+            at_the_end[row, length - len(values) : length] = torch.as_tensor(values, dtype=torch.float32)
+        return cls(ids, lengths, routes, at_the_end, engine)
 
     @classmethod
     def from_batch(
@@ -212,26 +239,3 @@ def _read(path: Path, *, names_only: bool = False) -> tuple[dict[str, Tensor], d
             return found, file.metadata() or {}
     except (SafetensorError, OSError) as problem:
         raise ValueError(f"{path} cannot be read as safetensors: {problem}.") from None
-
-
-def _at_the_end(logprobs: Sequence[Sequence[float]], lengths: Tensor, longest: int) -> Tensor:
-    """Return (B,N): the log-probabilities of the last tokens of each sequence, NaN elsewhere."""
-    if len(logprobs) != len(lengths):
-        raise ValueError(f"there are log-probabilities of {len(logprobs)} sequences, but {len(lengths)} sequences.")
-    found = torch.full((len(lengths), longest), torch.nan)
-    for row, (values, length) in enumerate(zip(logprobs, lengths.tolist(), strict=True)):
-        if len(values) > length:
-            raise ValueError(f"sequence {row} has {len(values)} log-probabilities, but {length} tokens.")
-        found[row, length - len(values) : length] = torch.as_tensor(values, dtype=torch.float32)
-    return found
-
-
-def _require_logprobs(logprobs: Tensor, shape: torch.Size) -> None:
-    if logprobs.shape != shape or not logprobs.is_floating_point():
-        raise ValueError(
-            f"the log-probabilities are {logprobs.dtype} {tuple(logprobs.shape)}; expected floats {tuple(shape)}."
-        )
-    known = logprobs[~logprobs.isnan()]
-    if bool(known.isinf().any()) or bool((known > ABOVE_ONE).any()):
-        wrong = float(known[known.isinf() | (known > ABOVE_ONE)][0])
-        raise ValueError(f"there is a log-probability {wrong:g}; expected finite numbers of at most 0, natural logarithms.")

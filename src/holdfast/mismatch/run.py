@@ -26,7 +26,6 @@ from holdfast.mismatch.forwards import (
     REPLAY,
     SMOOTH,
     Forward,
-    Sequences,
     calibrate_routers,
     reason_against,
     require_router,
@@ -46,7 +45,7 @@ from holdfast.mismatch.report import (
     ratio_numbers,
     set_numbers,
 )
-from holdfast.mismatch.rollout import Rollout
+from holdfast.mismatch.rollout import Rollout, Sequences
 from holdfast.replaying import Routes
 from holdfast.routing.layer_names import resolve_layers
 from holdfast.version import versions
@@ -84,14 +83,12 @@ def measure_mismatch(
         print(report.row("live").sets.routers_differ, report.row("replay").logprobs.mean)
     """
     checked = mismatch_settings(**settings)
-    audited, recorded = AuditedModel(model), None
-    if isinstance(rollout_or_texts, Rollout):
-        recorded = rollout_or_texts
-        sequences = Sequences(recorded.input_ids, recorded.lengths)
-    else:
-        if not checked.simulate:
-            raise ValueError("there is no recorded rollout, so simulate=False leaves nothing to compare.")
-        sequences = sequences_of(audited, rollout_or_texts, tokenizer, checked)
+    audited = AuditedModel(model)
+    recorded = rollout_or_texts if isinstance(rollout_or_texts, Rollout) else None
+    if recorded is None and not checked.simulate:
+        raise ValueError("there is no recorded rollout, so simulate=False leaves nothing to compare.")
+    given: Any = rollout_or_texts
+    sequences = sequences_of(audited, given, tokenizer, checked) if recorded is None else recorded
     require_measurable(audited, sequences, recorded)
     if checked.simulate:
         require_router(model, checked.router, decode=checked.rollout_decode)
@@ -125,8 +122,7 @@ def sequences_of(audited: AuditedModel, given: Iterable[Any], tokenizer: Any, se
     rows = [row for row in rows if len(row) > 1]  # a single token has no log-probability
     if not rows:
         raise ValueError("there are no data: no sequence has two tokens.")
-    lengths = torch.tensor([len(row) for row in rows])
-    return Sequences(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), lengths)
+    return Sequences.from_rows(rows)
 
 
 def require_measurable(audited: AuditedModel, sequences: Sequences, recorded: Rollout | None) -> None:
@@ -172,7 +168,7 @@ class _Run:
         try:
             live = self._train("training, live")
             if self.recorded is not None:
-                self._live_and_replay("recorded", self.recorded.routes, self.recorded.logprobs, live)
+                self._live_and_replay("recorded", self.recorded, live)
             if self.settings.simulate:
                 self._simulated_rows(live)
         except KeyboardInterrupt:
@@ -181,31 +177,31 @@ class _Run:
             return True
         return False
 
-    def _live_and_replay(self, kind: RolloutKind, routes: Routes, logprobs: Tensor | None, live: Forward) -> None:
-        self._add(LIVE, kind, routes, logprobs, live)
+    def _live_and_replay(self, kind: RolloutKind, rollout: Forward | Rollout, live: Forward) -> None:
+        self._add(LIVE, kind, rollout, live)
         if self._possible(REPLAY, kind):
             with with_replay(self.audited.model):
-                trained = self._train(f"training, replay of the {kind} rollout", routes)
-                self._add(REPLAY, kind, routes, logprobs, trained)
+                trained = self._train(f"training, replay of the {kind} rollout", rollout.routes)
+                self._add(REPLAY, kind, rollout, trained)
 
     def _simulated_rows(self, live: Forward) -> None:
-        rollout = self._roll_out("simulated rollout, live")
+        rollout, chosen = self._roll_out("simulated rollout, live"), self.settings
         if self.on_rollout is not None:
+            way = "token by token" if chosen.rollout_decode else "whole sequences"
+            engine = f"Holdfast, {chosen.rollout_dtype}, batches of {chosen.rollout_batch}, {way}"
             ids, lengths = self.sequences.input_ids, self.sequences.lengths
-            self.on_rollout(Rollout(ids, lengths, rollout.routes, rollout.logprobs, self._engine()))
-        self._live_and_replay("simulated", rollout.routes, rollout.logprobs, live)
-        model, router = self.audited.model, self.settings.router
+            self.on_rollout(Rollout(ids, lengths, rollout.routes, rollout.logprobs, engine))
+        self._live_and_replay("simulated", rollout, live)
+        model, router = self.audited.model, chosen.router
         if self._possible(SMOOTH, "simulated"):
             with with_router(model, router, self.settings.seed):
                 calibrate_routers(self.audited, lambda: self._forwards(f"calibration of {router}"))
                 rollout = self._roll_out(f"simulated rollout, {router}")
-                trained = self._train(f"training, {router}")
-                self._add(SMOOTH, "simulated", rollout.routes, rollout.logprobs, trained, router)
+                self._add(SMOOTH, "simulated", rollout, self._train(f"training, {router}"), router)
         if self._possible(FLOAT32, "simulated"):
             with with_float32_routing(model):
                 rollout = self._roll_out("simulated rollout, float32 routing", float32_routers=True)
-                trained = self._train("training, float32 routing")
-                self._add(FLOAT32, "simulated", rollout.routes, rollout.logprobs, trained)
+                self._add(FLOAT32, "simulated", rollout, self._train("training, float32 routing"))
 
     def _possible(self, remedy: str, kind: RolloutKind) -> bool:
         reason = reason_against(remedy, self.audited.model)
@@ -228,46 +224,34 @@ class _Run:
         with weights_of_rollout(self.audited, DTYPES[chosen.rollout_dtype], float32_routers=float32_routers):
             return self._forwards(what, batch=chosen.rollout_batch, decode=chosen.rollout_decode)
 
-    def _engine(self) -> str:
-        chosen = self.settings
-        way = "token by token" if chosen.rollout_decode else "whole sequences"
-        return f"Holdfast, {chosen.rollout_dtype}, batches of {chosen.rollout_batch}, {way}"
-
     def _tell(self, tokens: int, what: str) -> None:
         self.done += tokens
         if self.progress is not None:
             self.progress(self.done, what)
 
     def _add(
-        self,
-        remedy: str,
-        kind: RolloutKind,
-        routes: Routes,
-        logprobs: Tensor | None,
-        trained: Forward,
-        router: str | None = None,
+        self, remedy: str, kind: RolloutKind, rollout: Forward | Rollout, trained: Forward, router: str | None = None
     ) -> None:
         """Add the row of a remedy: the rollout's routes and log-probabilities against those of the training forward."""
-        compared = routes.recorded.cpu() & trained.routes.recorded
-        sets = set_numbers(routes.to("cpu").differs(trained.routes), compared, self.resampling)
-        scored = trained.logprobs.where(self._scored(), torch.nan)
+        routes, recorded = rollout.routes.to("cpu"), self.recorded
+        sets = set_numbers(routes.differs(trained.routes), routes.recorded & trained.routes.recorded, self.resampling)
+        # The tokens whose log-probabilities are compared: those of a record where it has some.
+        has_scores = recorded is not None and bool(recorded.scored.any())
+        compared = recorded.scored if recorded is not None and has_scores else self.sequences.token_mask
+        scored = trained.logprobs.where(compared, torch.nan)
         known = scored[~scored.isnan()].double()
         numbers = None
-        if logprobs is not None:
-            ratio = scored.double() - logprobs.cpu().double()
+        if rollout.logprobs is not None:
+            ratio = scored.double() - rollout.logprobs.cpu().double()
             if not bool(ratio.isnan().all()):
                 numbers = ratio_numbers(ratio, self.settings.clip, self.resampling, self.live_ratio.get(kind))
                 if remedy == LIVE:
                     self.live_ratio[kind] = ratio
         loss = float(-known.mean()) if len(known) else None
         name = router or ", ".join(dict.fromkeys(self.about.routers))
-        self.rows.append(Row(remedy, kind, name, sets, numbers, loss, _experts_per_token(trained.routes)))
-
-    def _scored(self) -> Tensor:
-        """Return (B,N) bool: the tokens whose log-probabilities are compared, those of a record where it has some."""
-        if self.recorded is None or not bool(self.recorded.scored.any()):
-            return self.sequences.token_mask
-        return self.recorded.scored
+        experts, unused = trained.routes.experts.long(), torch.tensor(trained.routes.of.experts).view(-1, 1)
+        used = ((experts >= 0) & (experts < unused)).sum(-1)[(experts >= 0).all(-1)].double()
+        self.rows.append(Row(remedy, kind, name, sets, numbers, loss, float(used.mean())))
 
     def report(self, name: str | None, interrupted: bool, seconds: float) -> MismatchReport:
         digest = hashlib.sha256(self.sequences.input_ids.contiguous().numpy().tobytes())
@@ -277,7 +261,7 @@ class _Run:
             kind="texts" if recorded is None else "rollout",
             checksum=digest.hexdigest(),
             sequences=len(self.sequences.lengths),
-            tokens=self.sequences.tokens,
+            tokens=int(self.sequences.lengths.sum()),
             engine=None if recorded is None else recorded.engine,
             logprobs=None if recorded is None else bool(recorded.scored.any()),
         )
@@ -291,11 +275,3 @@ class _Run:
             rows=self.rows,
             skipped=self.skipped,
         ).as_stored()
-
-
-def _experts_per_token(routes: Routes) -> float:
-    """Return the mean number of experts of a token in a layer."""
-    experts, unused = routes.experts.long(), torch.tensor(routes.of.experts).view(-1, 1)
-    used = ((experts >= 0) & (experts < unused)).sum(-1)
-    recorded = (experts >= 0).all(-1)
-    return float(used[recorded].double().mean())

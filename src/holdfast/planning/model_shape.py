@@ -18,8 +18,8 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from holdfast.hub.families import DENSE_FAMILIES, DenseFamily, MoEFamily, find_submodule, moe_family
-from holdfast.hub.layers import MoELayerRef, moe_layers
+from holdfast.hub.families import DENSE_FAMILIES, DenseFamily, MoEFamily
+from holdfast.hub.layers import MoELayerRef, find_submodule, moe_family, moe_layers
 from holdfast.routing import Attention, Context, Informer, Noise, Part, Previous, Router, Routing, Scores, Selector
 from holdfast.routing.declarations import ActiveExperts, Cost, LayerKind, LayerSizes
 from holdfast.routing.presets import REGISTRY

@@ -1,8 +1,8 @@
 """The HTML report of a comparison: its verdict and the page, one file that loads nothing else."""
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from holdfast.metrics import Difference
@@ -18,7 +18,7 @@ from holdfast.report.comparison_tables import (
     shifts_table,
 )
 from holdfast.report.expert_views import css_classes, evolutions, views
-from holdfast.report.page_shell import THEMES, decimal, flattened, listed, render_template, rise, write_page
+from holdfast.report.page_shell import THEMES, decimal, flattened, listed, render_template, rise, write_report_page
 from holdfast.report.plot_data import mark
 from holdfast.report.plots import by_layer, plots
 from holdfast.routing.grammar import written_value
@@ -31,9 +31,9 @@ MOST_NAMED = 6  # differences on shifted test sets that the verdict names
 ALTERNATIVES = {"training.steps": "training.epochs", "training.epochs": "training.steps"}
 
 
-def write_report(results: Results, path: Path, *, force: bool = False) -> Path:
-    """Write the report atomically. Raise ValueError if the file exists and `force` is False."""
-    return write_page(path, lambda: render(results), force=force)
+def write_report(results: Results | str | Path, path: str | Path, *, force: bool = False) -> Path:
+    """Write the page of a comparison, given as results, as their file or as their folder. Overwrite only with `force`."""
+    return write_report_page(Results, results, path, render, force=force)
 
 
 def render(results: Results) -> str:
@@ -41,12 +41,8 @@ def render(results: Results) -> str:
     drawn, graphs, seen = plots(results), evolutions(results), views(results)
     return render_template(
         "report.html",
-        {
-            "plots": {plot.name: asdict(plot) for plot in drawn},
-            "graphs": [asdict(evolution) for evolution in graphs],
-            "views": seen.shown,
-            "pixels": seen.pixels,
-        },
+        drawn,
+        {"graphs": graphs, "views": seen.shown, "pixels": seen.pixels},
         title=results.title,
         verdict=verdict(results),
         routers=[row.label for row in results.rows],
@@ -116,9 +112,13 @@ def verdict(results: Results) -> tuple[str, ...]:
         return (*first, f"{level} and {attacked}.", *cost_sentences(results), *apart_sentences(results))
     if reason := no_claim(results, _both(others)):
         return (*reason, *cost_sentences(results), *apart_sentences(results))
+    on_clean = {row.router: row.clean_difference for row in others}
+    under_attack = {row.router: row.attacked_difference for row in others}
+    prices = {row.router: _price(row, baseline, measure) for row in others}
+    what = f"the {measure.noun}", measure.points
     return (
-        f"Against {baseline.router}, {_findings(results, [row.clean_difference for row in others], compute=True)}.",
-        f"Under attack, {_findings(results, [row.attacked_difference for row in others])}.",
+        f"Against {baseline.router}, {_findings(on_clean, *what, prices)}.",
+        f"Under attack, {_findings(under_attack, *what)}.",
         *cost_sentences(results),
         *shift_sentences(results),
         *apart_sentences(results),
@@ -154,7 +154,13 @@ def cost_sentences(results: Results) -> tuple[str, ...]:
         found.append(f"For {listed(unseen)} no cost on these words can be shown: no 95% interval lies above 0.")
     known = [(row.router, one) for row in rows if (one := row.cost_difference) is not None and one.kind != "unknown"]
     if known:
-        apart = [_cost_change(router, one) for router, one in known if one.kind != "same"]
+        apart = []
+        for router, one in known:
+            if one.kind != "same":
+                assert one.low is not None and one.high is not None
+                points = replace(one, mean=100 * one.mean, low=100 * one.low, high=100 * one.high)
+                verb, size = points.change(" points")
+                apart.append(f"{router} {verb} it by {size}")
         if not apart:
             found.append(f"No router's cost is shown to differ from that of {results.baseline.router}.")
         else:
@@ -162,42 +168,32 @@ def cost_sentences(results: Results) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _cost_change(router: str, difference: Difference) -> str:
-    assert difference.low is not None and difference.high is not None
-    verb, low, high = "more", difference.low, difference.high
-    if difference.mean < 0:
-        verb, low, high = "less", -difference.high, -difference.low
-    size, bounds = 100 * abs(difference.mean), f"{100 * low:.2g} to {100 * high:.2g}"
-    return f"that of {router} is {verb} by {size:.2g} points (95% interval {bounds})"
+def _findings(
+    differences: Mapping[str, Difference | None], what: str, unit: str, prices: Mapping[str, str] | None = None
+) -> str:
+    """Return a clause about routers with a difference, then about those without, then about those that cannot be judged.
 
-
-def _findings(results: Results, differences: Sequence[Difference | None], *, compute: bool = False) -> str:
-    """Return a clause about routers with a difference, then about those without, then about those that cannot be judged."""
-    baseline, measure = results.baseline, results.run.measure
+    prices  of routers that use another number of experts, in words
+    """
     parts, unknown = [], list[str]()
     same: dict[int, list[tuple[str, float]]] = {}
-    for row, difference in zip(results.others, differences, strict=True):
-        price = _price(row, baseline, measure) if compute else ""
+    for router, difference in differences.items():
+        price = (prices or {}).get(router)
         if difference is None or difference.kind == "unknown":
-            unknown.append(row.router)
+            unknown.append(router)
         elif difference.kind == "same":
-            name = f"{row.router} ({price})" if price else row.router
+            name = f"{router} ({price})" if price else router
             same.setdefault(difference.seeds, []).append((name, difference.shows))
         else:
-            verb, size = difference.change(measure.points)
-            parts.append(f"{row.router} {verb} the {measure.noun} by {size}" + (f", using {price}" if price else ""))
+            verb, size = difference.change(unit)
+            parts.append(f"{router} {verb} {what} by {size}" + (f", using {price}" if price else ""))
     for seeds, found in sorted(same.items()):
-        would = _range([shows for _, shows in found]) + measure.points
-        names = listed([name for name, _ in found])
+        shows = dict.fromkeys(f"{size(ends for _, ends in found):.2g}" for size in (min, max))
+        names, would = listed([name for name, _ in found]), " to ".join(shows) + unit
         parts.append(f"{names} made no difference that {seeds} seeds can show (they would show one above {would})")
     if unknown:
-        parts.append(f"{listed(unknown)} cannot be judged from fewer than 3 seeds")
+        parts.append(f"{listed(unknown)} cannot be judged from fewer than {FEWEST_SEEDS} seeds")
     return "; ".join(parts)
-
-
-def _range(values: Sequence[float]) -> str:
-    least, most = f"{min(values):.2g}", f"{max(values):.2g}"
-    return least if least == most else f"{least} to {most}"
 
 
 def _level(value: float | None, measure: Measure) -> str:
@@ -304,19 +300,10 @@ def domain_verdict(results: Results) -> tuple[str, ...]:
         return (*found, f"Only {baseline} was trained, so there is nothing to compare it with.")
     if reason := no_claim(results, [one for row in others for one in (row.mean_difference, row.worst_difference)]):
         return (*found, *reason)
-    means = "; ".join(_finding(row.router, row.mean_difference) for row in others)
-    worsts = "; ".join(_finding(row.router, row.worst_difference) for row in others)
+    unit = " percentage points"
+    means = _findings({row.router: row.mean_difference for row in others}, "it", unit)
+    worsts = _findings({row.router: row.worst_difference for row in others}, "it", unit)
     return (*found, f"Against {baseline}, in the mean accuracy: {means}.", f"In the worst accuracy: {worsts}.")
-
-
-def _finding(router: str, difference: Difference | None) -> str:
-    if difference is None or difference.kind == "unknown":
-        return f"{router} cannot be judged from fewer than {FEWEST_SEEDS} seeds"
-    if difference.kind == "same":
-        would = f"they would show one above {difference.shows:.2g} points"
-        return f"{router} made no difference that {difference.seeds} seeds can show ({would})"
-    verb, size = difference.change(" percentage points")
-    return f"{router} {verb} it by {size}"
 
 
 def shift_sentences(results: Results) -> tuple[str, ...]:

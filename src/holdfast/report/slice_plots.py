@@ -7,22 +7,17 @@ for the hover text, or "fill": "strip" for experts beyond k. Lines and marks wit
 from collections.abc import Sequence
 from typing import Any
 
-from holdfast.auditing.reports import MeasuredLayer, Slice
-from holdfast.report.page_shell import visible_lines
-from holdfast.report.plot_data import Plot, Trace, escaped, trace
+import numpy as np
 
-LEGEND = {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"}  # above a plot: beside it there is no room on a phone
+from holdfast.auditing.reports import Slice
+from holdfast.report.page_shell import visible_lines
+from holdfast.report.plot_data import LEGEND, Plot, Trace, axis, escaped, trace
+
 COLOURS = 8  # of cells in each theme
 SMALLEST = 0.012  # share of the picture that a cell needs to have its name written on it
 LONGEST_NAME = 24  # characters of a token's text
 MOST_NAMED = 6  # experts of a set that are written on a cell
 MOST_EXTRA = 3  # experts beyond k that have a shade of their own
-
-
-def slices_of(layers: Sequence[MeasuredLayer], kind: str) -> list[tuple[str | None, Slice]]:
-    """Return the slices of a kind, with the layer of each."""
-    drawn = [(str(layer.layer), layer.pictures.slices) for layer in layers if layer.pictures]
-    return [(layer, found) for layer, slices in drawn for found in slices if found.kind == kind]
 
 
 def cells_caption(slices: Sequence[tuple[str | None, Slice]], panel: int = 0) -> str:
@@ -38,14 +33,9 @@ def cells_caption(slices: Sequence[tuple[str | None, Slice]], panel: int = 0) ->
 def slice_plot(name: str, slices: Sequence[tuple[str | None, Slice]], panel: int, title: str, caption: str) -> Plot:
     """Draw a slice for each layer, as routed by the model (panel 0) or the what-if (1); layer None: shown for all layers."""
     data = [part for layer, found in slices if panel < len(found.extra) for part in _traces(found, panel, layer)]
-    axis = {"zeroline": False, "showgrid": False, "constrain": "domain", "nticks": 6}
-    layout: dict[str, Any] = {
-        "xaxis": {**axis, "title": {"text": "shares of the token's norm"}},
-        "yaxis": {**axis, "scaleanchor": "x"},
-        "height": 470,
-        "legend": LEGEND,
-    }
-    return Plot(name, title, caption, data, layout)
+    plain = {"zeroline": False, "showgrid": False, "constrain": "domain", "nticks": 6}
+    x, y = axis("shares of the token's norm", **plain), {**plain, "scaleanchor": "x"}
+    return Plot(name, title, caption, data, {"xaxis": x, "yaxis": y, "height": 470, "legend": LEGEND})
 
 
 def _traces(found: Slice, panel: int, layer: str | None) -> list[Trace]:
@@ -64,10 +54,11 @@ def _traces(found: Slice, panel: int, layer: str | None) -> list[Trace]:
         look = {"showscale": False, "hoverinfo": "skip", "hoverongaps": False, "zmin": 0, "zmax": MOST_EXTRA}
         traces.append({"type": "heatmap", "meta": {"fill": "strip", **own}, "z": shown, **grid, **look})
         for count in range(1, 1 + max(count or 0 for row in shown for count in row)):
-            meta = {"ink": "strip", "share": count / MOST_EXTRA}
             more = " or more" if count == MOST_EXTRA else ""
             mark = {"size": 12, "symbol": "square"}
-            traces.append(_inked([None], [None], layer, meta, mode="markers", marker=mark, name=f"+{count}{more} experts"))
+            key = inked([None], [None], layer, "strip", mode="markers", marker=mark, name=f"+{count}{more} experts")
+            key["meta"]["share"] = count / MOST_EXTRA
+            traces.append(key)
     dash = "solid" if extra is None else "dot"
     across: list[float | None] = []  # all lines as one curve with gaps
     up: list[float | None] = []
@@ -76,47 +67,38 @@ def _traces(found: Slice, panel: int, layer: str | None) -> list[Trace]:
         across += [x0, (x0 + x1) / 2, x1, None]
         up += [y0, (y0 + y1) / 2, y1, None]
         texts += [f"experts {one} and {two} tie"] * 3 + [None]
-    ink = {"ink": "line"}
     name = "2 experts tie (order 1)"
-    traces.append(_inked(across, up, layer, ink, mode="lines", line={"width": 1.6, "dash": dash}, name=name, text=texts))
+    traces.append(inked(across, up, layer, "line", mode="lines", line={"width": 1.6, "dash": dash}, name=name, text=texts))
     if found.points:
         x, y = [point[0] for point in found.points], [point[1] for point in found.points]
         tied = [f"experts {set_name(point[2:])} tie" for point in found.points]
         mark = {"size": 9, "symbol": "circle", "line": {"width": 2}}
-        traces.append(_inked(x, y, layer, {"ink": "ring"}, mode="markers", marker=mark, name="3 tie (order 2)", text=tied))
+        traces.append(inked(x, y, layer, "ring", mode="markers", marker=mark, name="3 tie (order 2)", text=tied))
     x, y, names = _centres(found)
-    traces.append(_inked(x, y, layer, ink, mode="text", text=names, hoverinfo="skip", textfont={"size": 12}))
+    traces.append(inked(x, y, layer, "line", mode="text", text=names, hoverinfo="skip", textfont={"size": 12}))
     x, y = [mark.x for mark in found.tokens], [mark.y for mark in found.tokens]
     said = [token_name(mark.text) for mark in found.tokens]
-    traces.append(
-        _inked(
-            x, y, layer, {"ink": "full"}, mode="markers+text", name="tokens", text=said, textposition="top center",
-            marker={"size": 10, "symbol": "diamond"}, textfont={"size": 13},
-        )
-    )  # fmt: skip
+    look = {"marker": {"size": 10, "symbol": "diamond"}, "textfont": {"size": 13}, "textposition": "top center"}
+    traces.append(inked(x, y, layer, "full", mode="markers+text", name="tokens", text=said, **look))
     return traces
 
 
-def _inked(x: Sequence[Any], y: Sequence[Any], layer: str | None, meta: dict[str, Any], **style: Any) -> Trace:
-    made = trace(0, x, y, layer=layer, **{"hovertemplate": "%{text}<extra></extra>", **style})
-    if "hoverinfo" in style:
-        del made["hovertemplate"]
-    return {**made, "meta": {**made["meta"], **meta}}
+def inked(x: Sequence[Any], y: Sequence[Any], layer: str | None, ink: str, **style: Any) -> Trace:
+    """Return a trace in the colour of text, or of the strip."""
+    hover = {} if "hoverinfo" in style else {"hovertemplate": "%{text}<extra></extra>"}
+    made = trace(0, x, y, layer=layer, **hover, **style)
+    return {**made, "meta": {**made["meta"], "ink": ink}}
 
 
 def _centres(found: Slice) -> tuple[list[float], list[float], list[str]]:
     """Return the middle of each large cell, which is convex, and its name."""
-    size, width = len(found.cells), found.high[0] - found.low[0]
-    sums = [[0, 0.0, 0.0] for _ in found.sets]
-    for row, line in enumerate(found.cells):
-        for column, cell in enumerate(line):
-            sums[cell][0] += 1
-            sums[cell][1] += column + 0.5
-            sums[cell][2] += row + 0.5
+    cells, width = np.array(found.cells), found.high[0] - found.low[0]
     x, y, names = [], [], []
-    for (count, across, up), experts in zip(sums, found.sets, strict=True):
-        if count >= SMALLEST * size * size:
-            place = found.low[0] + width * across / count / size, found.low[1] + width * up / count / size
+    for number, experts in enumerate(found.sets):
+        rows, columns = (cells == number).nonzero()
+        if len(rows) >= SMALLEST * cells.size:
+            shares = ((float(each.mean()) + 0.5) / len(cells) for each in (columns, rows))
+            place = [low + width * share for low, share in zip(found.low, shares, strict=True)]
             # The name of a token is above its mark: keep the name of the cell clear of both.
             near = any(
                 abs(mark.x - place[0]) < 0.12 * width and -0.06 < (mark.y - place[1]) / width < 0.06 for mark in found.tokens
@@ -147,18 +129,18 @@ def cell_colours(cells: Sequence[Sequence[int]], count: int) -> list[int]:
 
     With more neighbours than colours, two cells may share one; the line between them still shows.
     """
-    near: list[set[int]] = [set() for _ in range(count)]
-    area = [0] * count
-    for row, line in enumerate(cells):
-        for column, cell in enumerate(line):
-            area[cell] += 1
-            below = cells[row + 1][max(0, column - 1) : column + 2] if row + 1 < len(cells) else []
-            for other in (*line[column + 1 : column + 2], *below):
-                if other != cell:
-                    near[cell].add(other)
-                    near[other].add(cell)
-    colours = [-1] * count
-    for cell in sorted(range(count), key=lambda each: (-area[each], each)):
-        taken = {colours[other] for other in near[cell]}
+    grid = np.array(cells)
+    sides = (
+        (grid[:, :-1], grid[:, 1:]),
+        (grid[:-1], grid[1:]),
+        (grid[:-1, :-1], grid[1:, 1:]),
+        (grid[:-1, 1:], grid[1:, :-1]),
+    )
+    near = np.zeros((count, count), dtype=bool)
+    for one, two in sides:
+        near[one, two] = near[two, one] = True
+    colours = np.full(count, -1)
+    for cell in np.argsort(-np.bincount(grid.ravel(), minlength=count), kind="stable"):
+        taken = set(colours[near[cell]]) - {-1}
         colours[cell] = next((colour for colour in range(COLOURS) if colour not in taken), cell % COLOURS)
-    return colours
+    return [int(colour) for colour in colours]

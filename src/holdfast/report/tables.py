@@ -51,10 +51,9 @@ class Table:
 
     def to_latex(self) -> str:
         """Return a `tabular` with the rules of the LaTeX package booktabs; title and note are left to the document."""
-        head, *body = (" & ".join(map(_latex, row)) + r" \\" for row in (self.columns, *self.rows))
+        lines = []
+        for row in (self.columns, *self.rows):
+            cells = (re.sub(r"[\\~^&%$#_{}]", lambda found: LATEX[found[0]], cell) for cell in row)
+            lines.append(" & ".join(" ".join(cell.split()) for cell in cells) + r" \\")
         start = f"\\begin{{tabular}}{{{'l' * len(self.columns)}}}"
-        return "\n".join([start, r"\toprule", head, r"\midrule", *body, r"\bottomrule", r"\end{tabular}", ""])
-
-
-def _latex(cell: str) -> str:
-    return " ".join(re.sub(r"[\\~^&%$#_{}]", lambda found: LATEX[found[0]], cell).split())
+        return "\n".join([start, r"\toprule", lines[0], r"\midrule", *lines[1:], r"\bottomrule", r"\end{tabular}", ""])
