@@ -32,7 +32,7 @@ def measure(router: str, checkpointing: bool) -> dict[str, float | str | bool]:
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).bfloat16()
-        holdfast.sparsify(model, experts=8, k=2, router=router)
+        holdfast.sparsify(model, experts=8, router=router)
         ids = torch.randint(0, SIZES["vocab_size"], (BATCH, SEQUENCE))
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -82,6 +82,7 @@ def test_a_command_of_the_documents_works(line: str, command: Command, tmp_path:
 
 
 def test_links_between_documents_lead_somewhere() -> None:
-    for document in DOCUMENTS:
+    policies = [ROOT / name for name in ("CODE_OF_CONDUCT.md", "SECURITY.md", "CHANGELOG.md")]
+    for document in [*DOCUMENTS, *policies]:
         for target in re.findall(r"\]\((?!http)([^)#]+)\)", document.read_text()):
             assert (document.parent / target).exists(), f"{document.name} points to {target}"

@@ -75,16 +75,6 @@ def dense(tmp_path: Path) -> Path:
     return saved(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)), tmp_path / "dense")
 
 
-def test_every_script_has_a_test_and_says_how_to_run_it() -> None:
-    written = Path(__file__).read_text() + (Path(__file__).parent / "integrations" / "test_grpo_replay.py").read_text()
-    scripts = sorted(FOLDER.glob("*.py"))
-    assert len(scripts) >= 7
-    for script in scripts:
-        first, empty, usage = script.read_text().splitlines()[:3]
-        assert first.startswith('"""') and not empty and usage.startswith(f"    python examples/{script.name}"), script.name
-        assert f'run("{script.stem}"' in written or f"import {script.stem}" in written, f"{script.name} has no test"
-
-
 @pytest.mark.parametrize("name", [script.stem for script in sorted(FOLDER.glob("*.py"))])
 @pytest.mark.every_combination
 def test_help_begins_with_what_the_script_does(name: str, run: Any, capsys: pytest.CaptureFixture[str]) -> None:

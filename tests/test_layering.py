@@ -149,7 +149,7 @@ def classes_asked_for(source: Path, parts: set[str], rules: frozenset[str] = fro
             continue
         named = parts - rules if place.parts[0] == "hub" else parts
         nodes = list(ast.walk(ast.parse(file.read_text())))
-        asked = sorted({sentence for node in nodes for sentence in [*_asks(node, named), *_asks_instance(node, parts)]})
+        asked = sorted({sentence for node in nodes for sentence in _asks(node, named)})
         if asked:
             found[place.as_posix()] = asked
     return found
@@ -168,15 +168,6 @@ def _asks(node: ast.AST, parts: set[str]) -> Iterator[str]:
         for side in (node.left, *node.comparators):
             if isinstance(side, ast.Attribute) and _is_type_call(side.value):
                 yield f"compares the method {side.attr} of a type"
-
-
-def _asks_instance(node: ast.AST, parts: set[str]) -> Iterator[str]:
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("isinstance", "issubclass"):
-        for inner in ast.walk(node.args[1]):
-            if isinstance(inner, ast.Name) and inner.id in parts:
-                yield f"asks {node.func.id} of {inner.id}"
-            if isinstance(inner, ast.Attribute) and inner.attr in parts and _is_routing(inner.value):  # not nn.Linear
-                yield f"asks {node.func.id} of {inner.attr}"
 
 
 def _is_routing(node: ast.AST) -> bool:
@@ -202,7 +193,6 @@ def test_the_check_sees_an_instrument_that_asks_for_a_class(tmp_path: Path) -> N
         "planning/dispatch.py": "from functools import singledispatch",
         "train/dispatch.py": "import functools\n@functools.singledispatchmethod\ndef f(x): ...",
         "certificates/method.py": "type(rule).ranks is Rule.ranks",
-        "hub/asks.py": "from holdfast.routing.selection import Softmax\nisinstance(rule, Softmax | int)",
     }
     right = {
         "hub/rows.py": "from holdfast.routing.selection import Softmax\nSoftmax(renormalise=True)",

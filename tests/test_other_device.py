@@ -75,7 +75,7 @@ def text_classifier(router: str = "smoe") -> Any:
     config = transformers.BertConfig(**{**CONFIGS["bert"], "num_key_value_heads": 4, "num_labels": 3})
     torch.manual_seed(0)
     model = transformers.BertForSequenceClassification(config)
-    return holdfast.sparsify(model, experts=4, k=2, router=router).eval()
+    return holdfast.sparsify(model, experts=4, router=router).eval()
 
 
 def labelled() -> list[LabelledText]:

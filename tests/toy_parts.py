@@ -54,7 +54,7 @@ def token_graph(tokens: int, real: Tensor, causal: bool) -> Tensor:
 
 def build(*informers: Informer, dim: int = 24, experts: int = 7, k: int = 2) -> Router:
     torch.manual_seed(0)
-    return Router(Linear(dim, experts), TopK(dim, experts, k), informers)
+    return Router(Linear(dim, experts), TopK(experts, k), informers)
 
 
 def reference(router: Router, tokens: Tensor, context: Context) -> Routing:

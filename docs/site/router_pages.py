@@ -144,10 +144,7 @@ def own_presets() -> list[Preset]:
 
 def _parts(preset: Preset) -> dict[str, type[Part]]:
     """Return the classes of the parts that a preset brings, by stage; `smoe` brings none and has the default parts."""
-    paths = preset.parts or DEFAULT_PARTS
-    names = list(paths.values())
-    classes = {f"{part.__module__}:{part.__qualname__}": part for part in REGISTRY.part_classes(preset.name)}
-    return {stage: classes[str(name)] for stage, name in zip(paths, names, strict=True)}
+    return dict(preset.parts or DEFAULT_PARTS)
 
 
 def _stages(preset: Preset) -> str:

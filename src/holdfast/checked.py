@@ -37,7 +37,7 @@ def from_mapping(kind: Any, values: Any, path: str = "", *, skip_unknown: bool =
         return values
     if not isinstance(values, dict):
         raise ValueError(f"{path or 'it'} must be a section with keys, not {values!r}.")
-    hints, known = _hints(kind), {entry.name: entry for entry in fields(kind)}
+    hints, known = type_hints(kind), {entry.name: entry for entry in fields(kind)}
     if skip_unknown:
         values = {key: value for key, value in values.items() if key in known}
     for key in values:
@@ -82,8 +82,9 @@ def _check_entries(kind: Any, value: list[Any] | dict[str, Any], path: str, **ho
 
 
 @cache
-def _hints(kind: Any) -> dict[str, Any]:
-    return get_type_hints(kind, include_extras=True)
+def type_hints(of: Any) -> dict[str, Any]:
+    """Return the types of the fields of a class, or of the parameters of a function."""
+    return get_type_hints(of, include_extras=True)
 
 
 @cache

@@ -1,7 +1,7 @@
 """One-line messages for two frequent errors: a misspelt name, and a package that is not installed."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from importlib.util import find_spec
 
 
@@ -11,6 +11,12 @@ def unknown_name(kind: str, name: object, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.6)
     hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(names)}."
     return f"unknown {kind} {name!r}: {hint}"
+
+
+def require_known(kind: str, name: object, known: Collection[str]) -> None:
+    """Raise ValueError with that message unless `name` is in `known`."""
+    if name not in known:
+        raise ValueError(unknown_name(kind, name, known))
 
 
 # How to install Holdfast with its extra `lab`, in errors and model cards. A release to a package index changes this line.

@@ -114,10 +114,8 @@ def depth_exceeds(value: Any, deepest: int) -> bool:
     for _ in range(deepest + 1):
         inner: list[Any] = []
         for one in level:
-            if isinstance(one, dict):
-                inner.extend(entry for entry in one.values() if isinstance(entry, dict | list))
-            elif isinstance(one, list):
-                inner.extend(entry for entry in one if isinstance(entry, dict | list))
+            entries = one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
+            inner.extend(entry for entry in entries if isinstance(entry, dict | list))
         if not inner:
             return False
         level = inner

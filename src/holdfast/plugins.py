@@ -165,12 +165,8 @@ def load_plugin(path: str | os.PathLike[str], *, checksum: str | None = None) ->
     module = ModuleType(f"holdfast_plugin_{found[:SHOWN]}")
     module.__file__ = str(file)
     sys.modules[module.__name__] = module  # type hints and pickle look up the module of a class
-
-    def run() -> None:
-        exec(compile(source, str(file), "exec"), module.__dict__)
-
     try:
-        provides = _registered_by(run)
+        provides = _registered_by(lambda: exec(compile(source, str(file), "exec"), module.__dict__))
     except PLUGIN_ERRORS as problem:
         del sys.modules[module.__name__]
         line = _line_of(problem, file)

@@ -7,7 +7,8 @@ import pytest
 import torch
 from hypothesis import given
 
-from holdfast.attacks.threat import NORMS, Bounds, Norm, direction, project
+from holdfast.attacks.threat import Bounds, direction, project
+from holdfast.routing.bounds import NORMS, Norm
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.attacks import AttackedInputs, fgsm, pgd
-from holdfast.attacks.threat import NORMS, Norm
+from holdfast.routing.bounds import NORMS, Norm
 
 Digits = tuple[nn.Module, Tensor, Tensor]
 STEPS = 10

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from holdfast.attacks import PAPER_BUDGET, AttackedInputs, fgsm, pgd, spsa, worst_of
 from holdfast.attacks.pixels import random_signs
-from holdfast.attacks.threat import NORMS, Norm
+from holdfast.routing.bounds import NORMS, Norm
 
 Digits = tuple[nn.Module, Tensor, Tensor]
 ATTACKS: list[Callable[..., AttackedInputs]] = [fgsm, pgd, spsa]

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from holdfast.attacks import AttackedRoutes, AttackWarning, attack_routes
 from holdfast.attacks.route_search import RouteProbe
-from holdfast.attacks.threat import NORMS, Norm
 from holdfast.routing import Context, Cosine, Linear, Router, Routing, create_router
+from holdfast.routing.bounds import NORMS, Norm
 
 DIM, EXPERTS = 16, 6
 NAMES = ["smoe", "xmoe", "symphony", "top-p", "remoe", "smooth", "similarity", "xmoe+symphony+similarity"]

@@ -56,7 +56,7 @@ def constant() -> Any:
 
 def sparse(router: str = "smoe", **options: Any) -> Any:
     """Return a sparsified llama with different experts."""
-    model = holdfast.sparsify(tiny_dense("llama"), experts=8, k=2, router=router, **options)
+    model = holdfast.sparsify(tiny_dense("llama"), experts=8, router=router, **options)
     torch.manual_seed(4)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -75,7 +75,7 @@ def test_the_summary_is_json_and_the_share_falls_with_the_radius() -> None:
 
 
 def test_a_zero_token_has_no_finite_relative_radius() -> None:
-    made = Router(linear_score(torch.eye(2), [1.0, 0.0]), select=TopK(2, 2, 1)).eval()
+    made = Router(linear_score(torch.eye(2), [1.0, 0.0]), select=TopK(2, 1)).eval()
     found = certify(made, torch.tensor([[0.0, 0.0], [0.0, 1.0]]))
     assert found.relative.tolist() == [math.inf, 0.0]
 
@@ -111,7 +111,7 @@ class Distances(Score):
 
 
 def test_a_router_without_a_certificate_is_refused_and_its_vote_is_certified() -> None:
-    made, tokens = Router(Distances(), select=TopK(6, 4, 2)).eval(), torch.randn(9, 6, generator=generator(0))
+    made, tokens = Router(Distances(), select=TopK(4, 2)).eval(), torch.randn(9, 6, generator=generator(0))
     with pytest.raises(NoCertificate, match=r"Distances: it declares no order.*smoothing="):
         certify(made, tokens)
     found = certify(made, tokens, smoothing=Smoothing(sigma=0.1, samples=60, selection=20, alpha=0.05))
@@ -126,13 +126,13 @@ def test_a_router_that_contradicts_its_declarations_is_refused() -> None:
             flipped = type(scores)(-scores.logits, scores.gates, informed=False, raw=scores.raw)
             return super().forward(flipped, tokens, context)
 
-    made = Router(Linear(6, 4), select=Contrary(6, 4, 1)).eval()
+    made = Router(Linear(6, 4), select=Contrary(4, 1)).eval()
     with pytest.raises(ValueError, match="other experts than the router's parts declare"):
         certify(made, torch.randn(20, 6, generator=generator(0)))
 
 
 def test_a_zero_projection_has_radius_zero() -> None:
-    made = Router(Cosine(6, 4), select=TopK(6, 4, 2)).eval()
+    made = Router(Cosine(6, 4), select=TopK(4, 2)).eval()
     found = certify(made, torch.zeros(2, 6))
     assert found.radius.tolist() == [0.0, 0.0]
     informed = create_router("xmoe+symphony", dim=6, experts=4, k=2, init="identity").eval()

@@ -162,14 +162,14 @@ def survives(router: Router, tokens: Tensor, norm: Norm) -> float:
 
 
 @pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("select", [TopK(DIM, EXPERTS, 2), TopP(EXPERTS, p=0.2)], ids=["top-k", "top-p"])
+@pytest.mark.parametrize("select", [TopK(EXPERTS, 2), TopP(EXPERTS, p=0.2)], ids=["top-k", "top-p"])
 def test_a_declared_score_is_certified_and_the_radius_survives_attack(select: Selector, norm: Norm) -> None:
     made = Router(Distance(), select=select).eval()
     assert survives(made, tokens_of(), norm) > 0.95
 
 
 def test_the_radius_of_a_declared_score_is_the_distance_to_the_nearest_plane() -> None:
-    made, tokens = Router(Distance(), select=TopK(DIM, EXPERTS, 1)).eval(), tokens_of()
+    made, tokens = Router(Distance(), select=TopK(EXPERTS, 1)).eval(), tokens_of()
     centres = made.score.get_parameter("centres").detach().double()
     found = certify(made, tokens)
     assert found.kind == "exact"
@@ -188,15 +188,15 @@ def test_a_declared_selector_is_certified_and_the_radius_survives_attack(norm: N
 
 
 def test_a_declared_expert_graph_is_certified_and_the_radius_survives_attack() -> None:
-    made = Router(Linear(DIM, EXPERTS), TopK(DIM, EXPERTS, 2), [DeclaredReverse()]).eval()
+    made = Router(Linear(DIM, EXPERTS), TopK(EXPERTS, 2), [DeclaredReverse()]).eval()
     assert survives(made, tokens_of(), "l2") > 0.95
-    plain = Router(made.score, select=TopK(DIM, EXPERTS, 2)).eval()  # the same experts under other numbers
+    plain = Router(made.score, select=TopK(EXPERTS, 2)).eval()  # the same experts under other numbers
     expected = certify(plain, tokens_of()).distance
     torch.testing.assert_close(certify(made, tokens_of()).distance, expected, rtol=1e-5, atol=1e-9)
 
 
 def test_declared_rounding_outside_of_the_product_is_subtracted() -> None:
-    made, tokens = Router(Distance(), select=TopK(DIM, EXPERTS, 2)).eval(), tokens_of()
+    made, tokens = Router(Distance(), select=TopK(EXPERTS, 2)).eval(), tokens_of()
     found = certify(made, tokens)
 
     class Careless(Distance):
@@ -213,12 +213,12 @@ def test_declared_rounding_outside_of_the_product_is_subtracted() -> None:
 @pytest.mark.parametrize(
     ("router", "message"),
     [
-        (Router(Prototype(), select=TopK(DIM, EXPERTS, 2)), "Prototype: it declares no order"),
+        (Router(Prototype(), select=TopK(EXPERTS, 2)), "Prototype: it declares no order"),
         (Router(DeclaredPrototype(), select=TopP(EXPERTS)), "DeclaredPrototype: it declares no values"),
         (Router(Linear(DIM, EXPERTS), select=WithinReach()), "WithinReach: it declares no conditions"),
-        (Router(Linear(DIM, EXPERTS), TopK(DIM, EXPERTS, 2), [Reverse()]), "Reverse: it declares no graph"),
-        (Router(Linear(DIM, EXPERTS), TopK(DIM, EXPERTS, 2), [Against()]), "Against: .* negative entries"),
-        (Router(Linear(DIM, EXPERTS), TopK(DIM, EXPERTS, 2), [Blur()]), "Blur: it declares no mixing"),
+        (Router(Linear(DIM, EXPERTS), TopK(EXPERTS, 2), [Reverse()]), "Reverse: it declares no graph"),
+        (Router(Linear(DIM, EXPERTS), TopK(EXPERTS, 2), [Against()]), "Against: .* negative entries"),
+        (Router(Linear(DIM, EXPERTS), TopK(EXPERTS, 2), [Blur()]), "Blur: it declares no mixing"),
         (Router(Distance(), select=DeclaredWithinReach()), "Distance.*DeclaredWithinReach reads the logits themselves"),
     ],
     ids=["score", "values", "selector", "expert side", "negative graph", "token side", "shifted logits"],
@@ -231,7 +231,7 @@ def test_what_is_not_declared_is_refused_by_name(router: Router, message: str) -
 def test_an_order_alone_is_enough_for_the_best_logits() -> None:
     own = DeclaredPrototype()
     known = linear_score(own.matrix, torch.arange(float(EXPERTS)))
-    first, second = (certify(Router(score, select=TopK(DIM, EXPERTS, 2)).eval(), tokens_of()) for score in (known, own))
+    first, second = (certify(Router(score, select=TopK(EXPERTS, 2)).eval(), tokens_of()) for score in (known, own))
     assert torch.equal(first.radius, second.radius)
 
 
@@ -250,7 +250,7 @@ def test_only_declared_gate_functions_are_certified(gate: GateFunction) -> None:
         rule = Best()
         rule.gate = gate
         graph = ExpertGraph(EXPERTS, 2, init="identity")
-        return Router(Linear(DIM, EXPERTS), TopK(DIM, EXPERTS, 2, rule=rule), [graph]).eval()
+        return Router(Linear(DIM, EXPERTS), TopK(EXPERTS, 2, rule=rule), [graph]).eval()
 
     made = build(gate)
     if gate.name in ("softmax", "sigmoid"):

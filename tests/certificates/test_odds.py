@@ -16,10 +16,10 @@ SYMPHONIES = ["symphony row", "symphony conditional", "symphony sinkhorn", "symp
 
 
 def with_graph(graph: Tensor, weight: Tensor, k: int = 1) -> Router:
-    experts, dim = weight.shape
+    experts = len(weight)
     informer = ExpertGraph(experts, k)
     informer.graph.copy_(graph)
-    return Router(linear_score(weight), TopK(dim, experts, k), [informer]).eval()
+    return Router(linear_score(weight), TopK(experts, k), [informer]).eval()
 
 
 def graph_of(made: Router) -> Tensor:
@@ -55,7 +55,7 @@ def test_the_odds_bound_is_the_best_of_three(name: str, norm: Norm) -> None:
 def test_the_identity_graph_is_the_plain_router(norm: Norm) -> None:
     weight, tokens = torch.randn(9, 5, generator=generator(0)), torch.randn(40, 5, generator=generator(1))
     informed = with_graph(torch.eye(9), weight, k=3)
-    plain = Router(informed.score, select=TopK(5, 9, 3)).eval()
+    plain = Router(informed.score, select=TopK(9, 3)).eval()
     one, other = (certify(made, tokens, norm=norm) for made in (informed, plain))
     torch.testing.assert_close(one.distance, other.distance, rtol=1e-5, atol=1e-9)
     assert torch.equal(one.pair, other.pair) and one.kind == "lower bound"

@@ -17,7 +17,7 @@ SWAPPING = [name for name in EXACT if "remoe" not in name]
 
 
 def by_hand(weight: list[list[float]], k: int = 1, bias: list[float] | None = None) -> Router:
-    return Router(linear_score(weight, bias), select=TopK(len(weight[0]), len(weight), k)).eval()
+    return Router(linear_score(weight, bias), select=TopK(len(weight), k)).eval()
 
 
 def radii_of(made: Router, tokens: Tensor, context: Context, norm: Norm) -> tuple[list[float], list[Tensor]]:

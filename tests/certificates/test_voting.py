@@ -16,7 +16,7 @@ from holdfast.routing import Router, Routing, TopK, create_router
 
 def two_experts() -> Router:
     """The set is {0} where the first feature is positive."""
-    return Router(linear_score([[1.0, 0.0], [-1.0, 0.0]]), select=TopK(2, 2, 1)).eval()
+    return Router(linear_score([[1.0, 0.0], [-1.0, 0.0]]), select=TopK(2, 1)).eval()
 
 
 def test_the_certified_radius_covers_at_the_stated_confidence() -> None:

@@ -24,7 +24,7 @@ def changed(model_type: str, router: str, seed: int = 0, **options: Any) -> Any:
         return holdfast.reroute(tiny(model_type, seed), router, **options)
     dense = tiny_dense(model_type, seed)
     torch.manual_seed(1)
-    return holdfast.sparsify(dense, experts=8, k=2, router=router, noise=0.5, **options)
+    return holdfast.sparsify(dense, experts=8, router=router, noise=0.5, **options)
 
 
 def logits(model: Any, **options: Any) -> Tensor:
@@ -47,7 +47,7 @@ def learned(model_type: str, router: str = "symphony+smooth", model: Any = None)
     if model_type in EXTRA:
         model = holdfast.reroute(model or tiny(model_type), router)
     else:
-        model = holdfast.sparsify(model or tiny_dense(model_type), experts=4, k=2, router=router, noise=0.3)
+        model = holdfast.sparsify(model or tiny_dense(model_type), experts=4, router=router, noise=0.3)
     torch.manual_seed(3)
     model.train()
     for _ in range(2):

@@ -102,7 +102,7 @@ def test_a_trace_keeps_what_was_requested_and_dropped() -> None:
 @pytest.mark.parametrize("router", ["expert-choice", "symphony+sinkhorn", "base", "smoe+capacity[factor=1.5]"])
 @pytest.mark.parametrize("family", ["bert", "vit"])
 def test_a_dense_model_becomes_sparse_and_learns(family: str, router: str) -> None:
-    model = holdfast.sparsify(tiny_dense(family), experts=4, k=2, router=router, noise=0.5).train()
+    model = holdfast.sparsify(tiny_dense(family), experts=4, router=router, noise=0.5).train()
     outputs(model, inputs(family)).square().mean().backward()
     routers = [layer.router for layer in moe_layers(model) if layer.router is not None]
     for router_of_layer in routers:

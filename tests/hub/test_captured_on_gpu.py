@@ -30,7 +30,7 @@ def build(kind: str, checkpointed: bool = False) -> Any:
     name, options = ROUTERS[kind]
     dense = tiny_dense("gpt2", n_layer=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     model = holdfast.sparsify(
-        dense, experts=8, k=2, router=name, init="random", losses=holdfast.Losses(balance=0.01), **options
+        dense, experts=8, router=name, init="random", losses=holdfast.Losses(balance=0.01), **options
     ).train()
     if checkpointed:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

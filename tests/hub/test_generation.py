@@ -53,7 +53,7 @@ def changed(kind: str, router: str, attention: str = "sdpa") -> Any:
     else:
         model = tiny_dense(kind, _seed(kind))
         torch.manual_seed(_seed(kind))
-        model = holdfast.sparsify(model, experts=8, k=2, router=router, noise=0.5)
+        model = holdfast.sparsify(model, experts=8, router=router, noise=0.5)
     if kind != "gpt_oss":
         model.set_attn_implementation(attention)
     return learned(model)

@@ -47,7 +47,7 @@ def batch() -> dict[str, Tensor]:
 
 
 def sparse(router: str = "modality", **options: Any) -> Any:
-    return holdfast.sparsify(llava(), experts=6, k=2, router=router, noise=0.5, losses=Losses(balance=0.1), **options)
+    return holdfast.sparsify(llava(), experts=6, router=router, noise=0.5, losses=Losses(balance=0.1), **options)
 
 
 def seen(model: Any, run: Any) -> list[Tensor]:

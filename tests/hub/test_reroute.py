@@ -368,6 +368,8 @@ def test_mistakes_raise_a_one_line_error() -> None:
     mistakes: list[tuple[Any, str]] = [
         (lambda: holdfast.reroute(model, "symphonie"), "symphony"),
         (lambda: holdfast.reroute(model, "smooth", k=9), "k is 9"),
+        (lambda: holdfast.reroute(model, "top-p", k=2), "router 'top-p' has no k"),
+        (lambda: holdfast.sparsify(tiny_dense("llama"), experts=4, k=3, router="xmoe+top-p"), "has no k"),
         (lambda: holdfast.reroute(model, "smooth", bugdet=1), "budget"),
         (lambda: holdfast.reroute(model, "smooth", layers="first:2"), "layers"),
         (lambda: holdfast.reroute(model, "smooth", layers="last:9"), "last:1 to last:3"),

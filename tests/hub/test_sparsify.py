@@ -28,7 +28,7 @@ def test_copied_experts_compute_what_the_dense_model_did(family: str, router: st
     model, batch = tiny_dense(family), inputs(family)
     with torch.no_grad():
         before = outputs(model, batch)
-        holdfast.sparsify(model, experts=4, k=2, router=router)
+        holdfast.sparsify(model, experts=4, router=router)
         with holdfast.trace(model) as routes:
             after = outputs(model, batch)
     torch.testing.assert_close(after, before, atol=1e-5, rtol=1e-5)

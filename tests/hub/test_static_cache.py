@@ -39,7 +39,7 @@ def build(router: str, kind: str = "mixtral", attention: str = "sdpa") -> Any:
     if kind == "mixtral":
         model = holdfast.reroute(tiny("mixtral", **LAYERS), router)
     else:
-        model = holdfast.sparsify(tiny_dense(kind, **LAYERS), experts=8, k=2, router=router, noise=0.5)
+        model = holdfast.sparsify(tiny_dense(kind, **LAYERS), experts=8, router=router, noise=0.5)
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
     model.set_attn_implementation(attention)
     return model.eval()

@@ -42,7 +42,7 @@ def changed(family: str, router: str, seed: int = 0) -> Any:
     if family == "mixtral":
         return holdfast.reroute(tiny(family, seed), router, losses=losses, **options)
     dense = tiny_dense(family, seed)
-    return holdfast.sparsify(dense, experts=8, k=2, router=router, losses=losses, noise=0.5, router_options=options)
+    return holdfast.sparsify(dense, experts=8, router=router, losses=losses, noise=0.5, router_options=options)
 
 
 @contextmanager

@@ -59,7 +59,7 @@ def test_an_offloaded_sparse_model_routes_as_the_model_in_memory(family: str, ro
     if family == "gpt2" and way == "dispatch_model":
         pytest.skip("its modules have other names")
     torch.manual_seed(1)
-    model = stateful(holdfast.sparsify(tiny_dense(family), experts=8, k=2, router=router, noise=0.5))
+    model = stateful(holdfast.sparsify(tiny_dense(family), experts=8, router=router, noise=0.5))
     expected = logits(model)
     torch.testing.assert_close(logits(offloaded(model, way, tmp_path)), expected, atol=1e-5, rtol=1e-5)
 

@@ -29,7 +29,7 @@ def encoder(router: str, terms: holdfast.Losses | None, folder: Path) -> Any:
     tokenizer().save_pretrained(folder)
     inner = modules.Transformer(str(folder), max_seq_length=32)
     torch.manual_seed(1)
-    holdfast.sparsify(inner.auto_model, experts=8, k=2, router=router, losses=terms, noise=0.5)
+    holdfast.sparsify(inner.auto_model, experts=8, router=router, losses=terms, noise=0.5)
     return st.SentenceTransformer(modules=[inner, modules.Pooling(32, "mean")], device="cpu")
 
 

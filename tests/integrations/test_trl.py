@@ -29,7 +29,7 @@ def model_of(family: str, router: str, losses: holdfast.Losses | None) -> Any:
     without_dropout: Any = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} if family == "gpt2" else {}
     dense = tiny_dense(family, **without_dropout)
     torch.manual_seed(1)
-    return holdfast.sparsify(dense, experts=8, k=2, router=router, losses=losses, noise=0.5)
+    return holdfast.sparsify(dense, experts=8, router=router, losses=losses, noise=0.5)
 
 
 def preferences() -> Any:

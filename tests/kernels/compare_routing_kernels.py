@@ -181,7 +181,7 @@ def choices(
     scores = Scores.from_gates(primary) if informed else Scores(primary, primary.softmax(-1), informed=False)
     amounts = primary if informed or how == "softmax" else scores.gates
     rule = Softmax(renormalise=how != "raw")
-    selector: TopK | SmoothTopK = TopK(1, experts, k, rule=rule)
+    selector: TopK | SmoothTopK = TopK(experts, k, rule=rule)
     if eps is not None:
         selector = SmoothTopK(experts, k, eps=eps, most=most, rule=rule, a=powers[0], b=powers[1])
     selected = selector.eval()(scores, primary, Context())

@@ -129,7 +129,7 @@ class Biased(Rule):
 
 def test_a_rule_with_levels_of_its_own_is_asked_for_them_and_missed_where_it_is_not_known() -> None:
     torch.manual_seed(0)
-    router = Router(holdfast.routing.Linear(16, 8), TopK(16, 8, 2, rule=Biased())).eval()
+    router = Router(holdfast.routing.Linear(16, 8), TopK(8, 2, rule=Biased())).eval()
     routing = router(torch.randn(200, 16))
     known, by_rule, unknown = (
         NearTies((0.01, 0.1), boundary) for boundary in (boundary_of(router), Boundary(levels=levels_of(Biased())), None)

@@ -55,8 +55,6 @@ CASES: dict[str, tuple[Callable[[], Any], Update]] = {
         metrics.Perplexity,
         lambda m, d, p: m.update(metrics.token_nll(d.classes, d.targets), p),
     ),
-    "Accuracy": (metrics.Accuracy, lambda m, d, p: m.update(d.classes, d.targets, p)),
-    "top-5 accuracy": (lambda: metrics.Accuracy(5), lambda m, d, p: m.update(d.classes, d.targets, p)),
     "AnomalyPrecision": (metrics.AnomalyPrecision, lambda m, d, p: m.update(d.classes, d.targets > 6, p)),
     "GateEntropy": (metrics.GateEntropy, lambda m, d, p: m.update(d.one, p)),
     "ExpertLoad": (metrics.ExpertLoad, lambda m, d, p: m.update(d.one, p)),
@@ -160,10 +158,8 @@ def test_a_gpu_gives_the_results_of_a_cpu_wherever_the_padding_is(name: str) -> 
 
 
 def test_metrics_of_different_kinds_or_settings_do_not_merge() -> None:
-    with pytest.raises(ValueError, match=r"Perplexity.*Accuracy"):
-        metrics.Accuracy().merge(metrics.Perplexity())  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="settings"):
-        metrics.Accuracy(1).merge(metrics.Accuracy(5))
+    with pytest.raises(ValueError, match=r"Perplexity.*GateEntropy"):
+        metrics.GateEntropy().merge(metrics.Perplexity())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="settings"):
         metrics.NearTies((0.1,)).merge(metrics.NearTies((0.2,)))
 

@@ -8,7 +8,7 @@ from holdfast.planning.model_shape import counting
 
 def products(work: Callable[[], Any]) -> int:
     """Return the FLOPs of the matrix products of `work`, without those of rotary positions, which no plan counts."""
-    with counting(causal_half=False) as counter:
+    with counting() as counter:
         work()
     counts = counter.get_flop_counts()
     rotary = sum(sum(ops.values()) for name, ops in counts.items() if name.endswith("rotary_emb"))

@@ -46,8 +46,8 @@ def count_training(model: Any, given: dict[str, Any]) -> int:
 
 @pytest.mark.parametrize("router", ROUTERS)
 def test_the_forward_of_a_sparsified_llama(router: str) -> None:
-    model = holdfast.sparsify(eager(tiny_dense("llama")), experts=8, k=2, router=router)
-    expected = forward_flops(measure_shape(model, square()), square()).total * 24
+    model = holdfast.sparsify(eager(tiny_dense("llama")), experts=8, router=router)
+    expected = forward_flops(measure_shape(model, square())).total * 24
     assert count_forward(model, batch()) == pytest.approx(expected + once(model, router), rel=1e-12)
 
 
@@ -62,8 +62,8 @@ def once(model: Any, router: str) -> float:
 @pytest.mark.parametrize("router", [*ROUTERS, "smoe-dropout"])
 def test_a_training_step_of_a_sparsified_llama(router: str) -> None:
     options: dict[str, Any] = {"k_final": 2} if router == "smoe-dropout" else {}
-    model = holdfast.sparsify(eager(tiny_dense("llama")), experts=8, k=2, router=router, **options)
-    expected = training_flops(measure_shape(model, square()), square()).total * 24
+    model = holdfast.sparsify(eager(tiny_dense("llama")), experts=8, router=router, **options)
+    expected = training_flops(measure_shape(model, square())).total * 24
     assert count_training(model, batch()) == pytest.approx(expected + 3 * once(model, router), rel=1e-12)
 
 
@@ -79,8 +79,8 @@ def test_soft_layers_and_shared_experts(router: str, family: str, shared: int | 
     model = eager(tiny_dense(family))
     holdfast.sparsify(model, experts=8, router=router, shared=shared, router_options={"causal": False})
     shape = measure_shape(model, square())
-    assert count_forward(model, batch()) == pytest.approx(forward_flops(shape, square()).total * 24, rel=1e-12)
-    assert count_training(model, batch()) == pytest.approx(training_flops(shape, square()).total * 24, rel=1e-12)
+    assert count_forward(model, batch()) == pytest.approx(forward_flops(shape).total * 24, rel=1e-12)
+    assert count_training(model, batch()) == pytest.approx(training_flops(shape).total * 24, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -90,28 +90,28 @@ def test_soft_layers_and_shared_experts(router: str, family: str, shared: int | 
 )
 def test_options_of_similarity(options: dict[str, Any]) -> None:
     model = holdfast.sparsify(eager(tiny_dense("llama")), experts=8, k=2, router="similarity", **options)
-    expected = training_flops(measure_shape(model, square()), square()).total * 24
+    expected = training_flops(measure_shape(model, square())).total * 24
     assert count_training(model, batch()) == pytest.approx(expected, rel=1e-12)
 
 
 def test_the_posterior_over_all_heads_is_counted_for_every_head() -> None:
     router = "attention[heads=all]"
-    model = holdfast.sparsify(eager(tiny_dense("llama")), experts=8, k=2, router=router)
-    expected = training_flops(measure_shape(model, square()), square()).total * 24
+    model = holdfast.sparsify(eager(tiny_dense("llama")), experts=8, router=router)
+    expected = training_flops(measure_shape(model, square())).total * 24
     assert count_training(model, batch()) == pytest.approx(expected + 3 * once(model, router), rel=1e-12)
 
 
 def test_learned_noise_is_a_second_score_in_training() -> None:
     options = {"noise": "gaussian"}
     model = holdfast.sparsify(eager(tiny_dense("llama")), experts=8, k=2, router="smoe", router_options=options)
-    expected = training_flops(measure_shape(model, square()), square()).total * 24
+    expected = training_flops(measure_shape(model, square())).total * 24
     assert count_training(model, batch()) == pytest.approx(expected, rel=1e-12)
 
 
 def test_checkpointing_runs_every_layer_once_more() -> None:
     model = holdfast.sparsify(eager(tiny_dense("llama")), experts=8, k=2, router="symphony")
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    expected = training_flops(measure_shape(model, square()), square(), checkpointing=True).total * 24
+    expected = training_flops(measure_shape(model, square()), checkpointing=True).total * 24
     counted = count_training(model, batch())
     # A recomputation stops at the last tensor that the backward needs, so that a layer's last product is not run again.
     assert 0.9 * expected < counted <= expected
@@ -132,11 +132,11 @@ def test_a_recomputation_updates_no_state(router: str, options: dict[str, Any]) 
     for name, given in (("smoe", {}), (router, options)):
         for again in (False, True):
             model = eager(tiny_dense("llama"))
-            holdfast.sparsify(model, experts=8, k=2, router=name, router_options=given)
+            holdfast.sparsify(model, experts=8, router=name, router_options=given)
             if again:
                 model.gradient_checkpointing_enable({"use_reentrant": False})
             counted.append(count_training(model, batch()) - (3 + again) * once(model, name))
-            planned.append(training_flops(measure_shape(model, square()), square(), checkpointing=again).total * 24)
+            planned.append(training_flops(measure_shape(model, square()), checkpointing=again).total * 24)
     (plain, plain_again, other, other_again), (smoe, smoe_again, its, its_again) = counted, planned
     assert other_again - other - (plain_again - plain) == pytest.approx(its_again - its - (smoe_again - smoe), abs=1e-3)
 
@@ -144,20 +144,20 @@ def test_a_recomputation_updates_no_state(router: str, options: dict[str, Any]) 
 @pytest.mark.parametrize("model_type", ["gpt2", "qwen3", "phi3", "bert"])
 def test_the_forward_of_dense_families(model_type: str) -> None:
     model = holdfast.sparsify(eager(tiny_dense(model_type)), experts=4, k=2, router="symphony", layers="alternate")
-    expected = forward_flops(measure_shape(model, square()), square()).total * 24
+    expected = forward_flops(measure_shape(model, square())).total * 24
     assert count_forward(model, batch()) == pytest.approx(expected, rel=1e-12)
 
 
 def test_a_training_step_with_biases() -> None:
     model = holdfast.sparsify(eager(tiny_dense("gpt2")), experts=4, k=2, router="ac")
-    expected = training_flops(measure_shape(model, square()), square()).total * 24
+    expected = training_flops(measure_shape(model, square())).total * 24
     assert count_training(model, batch()) == pytest.approx(expected, rel=1e-12)
 
 
 def test_the_forward_of_an_image_model() -> None:
     model = holdfast.sparsify(eager(tiny_dense("vit")), experts=4, k=2, router="similarity")
     setting = square(17)
-    expected = forward_flops(measure_shape(model, setting), setting).total * 2 * 17
+    expected = forward_flops(measure_shape(model, setting)).total * 2 * 17
     assert count_forward(model, {"pixel_values": inputs("vit")["pixel_values"]}) == pytest.approx(expected, rel=1e-12)
 
 
@@ -167,7 +167,7 @@ def test_the_forward_of_moe_families(model_type: str, router: str) -> None:
     model = eager(tiny(model_type))
     model.set_experts_implementation("eager")
     holdfast.reroute(model, router)
-    expected = forward_flops(measure_shape(model, square()), square()).total * 24
+    expected = forward_flops(measure_shape(model, square())).total * 24
     assert count_forward(model, batch()) == pytest.approx(expected, rel=1e-12)
 
 
@@ -179,7 +179,7 @@ def test_the_forward_of_recognised_families(model_type: str) -> None:
     model = eager(family_models.tiny_moe(folder))
     model.set_experts_implementation("eager")
     holdfast.reroute(model, "native")
-    expected = forward_flops(measure_shape(model, square()), square()).total * 24
+    expected = forward_flops(measure_shape(model, square())).total * 24
     assert count_forward(model, {"input_ids": batch()["input_ids"]}) == pytest.approx(expected, rel=1e-12)
 
 
@@ -189,7 +189,7 @@ OTHER_DENSE = sorted({*family_models.DENSE_MODELS} - {*UNSUPPORTED, *CONFIGS})
 @pytest.mark.parametrize("model_type", quick_or_slow(OTHER_DENSE, ("gptj", "opt")))
 def test_the_forward_of_other_dense_families(model_type: str) -> None:
     model = holdfast.sparsify(eager(family_models.tiny_dense(model_type)), experts=4, k=2, router="symphony")
-    expected = forward_flops(measure_shape(model, square()), square()).total * 24
+    expected = forward_flops(measure_shape(model, square())).total * 24
     with torch.no_grad():
         counted = products(lambda: model(input_ids=batch()["input_ids"]))
     assert counted == pytest.approx(expected, rel=1e-12)
@@ -200,7 +200,7 @@ def test_smooth_uses_its_budget_on_average() -> None:
     model = holdfast.sparsify(eager(tiny_dense("llama")), experts=8, k=2, router="smooth", budget=1.0).train()
     given = batch()
     model(**given)
-    expected = forward_flops(measure_shape(model, square()), square()).total * 24
+    expected = forward_flops(measure_shape(model, square())).total * 24
     assert count_forward(model.eval(), given) == pytest.approx(expected, rel=0.05)
 
 

@@ -68,7 +68,7 @@ VARIANTS = [
 @pytest.mark.parametrize("router", ["smoe", "similarity", "attention", *VARIANTS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_router_caches_while_decoding(router: str, dtype: torch.dtype) -> None:
-    model = holdfast.sparsify(tiny_dense("llama").to(dtype), experts=8, k=2, router=router)
+    model = holdfast.sparsify(tiny_dense("llama").to(dtype), experts=8, router=router)
     with torch.no_grad():
         cache = model(input_ids=ids(), use_cache=True).past_key_values
     rows = [row for layer in cache.layers for row in _rows(getattr(layer, "router_rows", None))]
@@ -102,7 +102,7 @@ def test_activations_are_close_to_what_autograd_saves(router: str) -> None:
         num_key_value_heads=4,
     )
     torch.manual_seed(0)
-    model = holdfast.sparsify(transformers.LlamaForCausalLM(config).bfloat16(), experts=8, k=2, router=router).train()
+    model = holdfast.sparsify(transformers.LlamaForCausalLM(config).bfloat16(), experts=8, router=router).train()
     planned = training_memory(measure_shape(model, Setting(64, 2)), 128, 2).activations
     assert planned == pytest.approx(_kept(model, ids(64, 64)), rel=0.2)
 
@@ -129,7 +129,7 @@ def expert_rows(router: str) -> float:
     """Return the rows per token that the plan counts beyond those of `smoe`: 3 layers, experts of width 48, float32."""
 
     def kept(router: str) -> float:
-        model = holdfast.sparsify(tiny_dense("llama"), experts=8, k=2, router=router)
+        model = holdfast.sparsify(tiny_dense("llama"), experts=8, router=router)
         shape = measure_shape(model, Setting(12, 4))
         routers = sum(cost.kept for sparse in shape.sparse for cost in sparse.costs)
         return activation_bytes(shape, 4, checkpointing=False) - routers

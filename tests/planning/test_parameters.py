@@ -48,7 +48,7 @@ def test_a_dense_family_with_every_router(model_type: str, router: str) -> None:
         with pytest.raises(ValueError, match="chooses experts by token id"):
             build_on_meta(config, Choice(router, router), Change(8, 2, "last:2"))
         return
-    model = holdfast.sparsify(tiny_dense(model_type), experts=8, k=2, router=router, layers="last:2")
+    model = holdfast.sparsify(tiny_dense(model_type), experts=8, router=router, layers="last:2")
     shape = measure_shape(build_on_meta(config, Choice(router, router), Change(8, 2, "last:2")), Setting(16))
     assert measures(shape) == counted(model)
 

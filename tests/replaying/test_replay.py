@@ -174,7 +174,7 @@ def test_routers_learn_from_live_scores_while_they_replay(router: str) -> None:
 
 
 def test_a_sparsified_model_replays_and_counts_unused_slots() -> None:
-    model = holdfast.sparsify(tiny_dense("llama"), experts=8, k=2, router="top-p", noise=0.5)
+    model = holdfast.sparsify(tiny_dense("llama"), experts=8, router="top-p", noise=0.5)
     logits, routes = own_routes(model)
     used = (routes.experts < 8) & (routes.experts >= 0)
     assert used.sum(-1).unique().numel() > 1  # some tokens leave slots unused

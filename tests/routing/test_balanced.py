@@ -158,20 +158,6 @@ def test_a_model_that_generates_in_training_mode_selects_as_in_evaluation(name: 
     assert not torch.equal(batch_wide.chosen, evaluated.chosen)
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "words"),
-    [
-        ("expert-choice", {"factor": 0.0}, "factor is 0.0"),
-        ("expert-choice", {"evaluate": "sane"}, "same"),
-        ("sinkhorn", {"bias": "runing"}, "running"),
-        ("base", {"k": 9}, "k is 9"),
-    ],
-)
-def test_wrong_options_are_refused(name: str, options: dict[str, object], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        create_router(name, dim=12, experts=5, **options)  # type: ignore[arg-type]
-
-
 @pytest.mark.slow
 def test_two_ranks_route_as_one_process(tmp_path: Path) -> None:
     """The ranks have different numbers of tokens, some of them padding."""

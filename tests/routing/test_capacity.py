@@ -140,14 +140,6 @@ def test_smooth_selection_is_refused_with_the_reason() -> None:
         build("smooth+capacity")
 
 
-@pytest.mark.parametrize(
-    ("option", "words"), [({"factor": 0}, "factor is 0"), ({"policy": "drp"}, "drop"), ({"order": "x"}, "gate")]
-)
-def test_wrong_options_are_refused(option: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        build("capacity", **option)
-
-
 def test_the_state_progress_and_learning_of_the_wrapped_selector_go_on() -> None:
     router = build("remoe+capacity", l1=1e-3)
     inner = limit_of(router).base

@@ -1,7 +1,6 @@
 """AC: spreads by hand, identities, layers without a predecessor."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -205,24 +204,6 @@ def test_no_gradient_flows_through_the_scales() -> None:
     tokens = torch.randn(2, 20, 6, requires_grad=True)
     score(tokens, Context(previous=previous(inputs, torch.randint(0, 4, (40,))))).sum().backward()
     assert inputs.grad is None and tokens.grad is not None
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"spread": "madd"}, "'mad'"),
-        ({"stats": "runing"}, "'running'"),
-        ({"mix": 9}, "mix is 9.* 4"),
-        ({"skip": -1}, "skip is -1"),
-        ({"spread": "irq"}, "'iqr'"),
-        ({"scales": "exactly"}, "'exact'"),
-        ({"features": "randomly"}, "'random'"),
-        ({"features": "random", "spread": "iqr"}, "features='random' uses no spreads, so spread would"),
-    ],
-)
-def test_bad_options_are_one_clear_sentence(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        holdfast.create_router("ac", dim=8, experts=4, **options)
 
 
 def test_layers_that_do_not_fit_are_one_clear_sentence() -> None:

@@ -90,17 +90,8 @@ def test_a_sinkhorn_graph_is_symmetric_and_doubly_stochastic_from_the_start() ->
         torch.testing.assert_close(learned, learned.t())
         torch.testing.assert_close(learned.sum(0), torch.ones(8), atol=1e-5, rtol=0)
         torch.testing.assert_close(learned[5], torch.eye(8)[5])
-    assert 0 < graph.spectral_gap() < 1
-    assert graph.rho() < 1 + 1e-6
-
-
-def test_the_spectral_gap_and_rho_of_known_graphs() -> None:
-    graph = ExpertGraph(4, 2, init="identity")
-    assert graph.spectral_gap() == pytest.approx(0) and graph.rho() == pytest.approx(1)
-    graph.graph.fill_(0.25)
-    assert graph.spectral_gap() == pytest.approx(1) and graph.rho() == pytest.approx(0)
-    graph.graph.copy_(0.75 * torch.eye(4) + 0.0625)
-    assert graph.spectral_gap() == pytest.approx(0.25) and graph.rho() == pytest.approx(0.75)
+    # Proposition 1: a perturbation of p, which sums to 0, does not grow.
+    assert torch.linalg.matrix_norm(graph.graph - graph.graph.mean(1, keepdim=True), ord=2) < 1 + 1e-5
 
 
 def test_a_threshold_makes_the_graph_sparse() -> None:
@@ -156,18 +147,3 @@ def test_weights_are_raw_gates_alone_and_renormalised_beside_a_token_informer() 
     for name in ("symphony+similarity", "similarity+symphony"):
         assert holdfast.create_router(name, dim=8, experts=4).select.weights == "softmax"
     assert holdfast.create_router("symphony", dim=8, experts=4, weights="softmax").select.weights == "softmax"
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"beta": 1.0}, "beta is 1.0"),
-        ({"threshold": -0.1}, "threshold is -0.1"),
-        ({"init": "zeros"}, "'zero'"),
-        ({"normalize": "rows"}, "'row'"),
-        ({"normalize": "sinkhorn", "init": "zero"}, "identity"),
-    ],
-)
-def test_bad_options_are_one_clear_sentence(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        holdfast.create_router("symphony", dim=8, experts=4, **options)

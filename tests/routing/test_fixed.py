@@ -109,12 +109,12 @@ def test_missing_wrong_and_unknown_ids_are_errors(name: str) -> None:
     assert ids is not None
     with pytest.raises(ValueError, match="chooses experts by token id, and there are none"):
         router(tokens)
-    with pytest.raises(ValueError, match=r"token_ids are torch.int64 of shape \(3, 8\)"):
+    with pytest.raises(ValueError, match=r"token_ids has dtype torch.int64 and shape \(3, 8\)"):
         router(tokens, Context(token_ids=ids[:, 1:]))
     for unknown in (-1, VOCABULARY):
         wrong = ids.clone()
         wrong[1, 2] = unknown
-        with pytest.raises(ValueError, match="built for the ids 0 to 49"):
+        with pytest.raises(ValueError, match="built for 0 to 49"):
             router(tokens, Context(token_ids=wrong))
         real = torch.ones_like(ids, dtype=torch.bool)
         real[1, 2] = False  # in padding any number is allowed
@@ -126,27 +126,6 @@ def test_missing_wrong_and_unknown_ids_are_errors(name: str) -> None:
 def test_informers_are_refused(name: str, informer: str) -> None:
     with pytest.raises(ValueError, match="does not select by gates"):
         build(f"{name}+{informer}")
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "says"),
-    [
-        ("hash", {"vocabulary": 0}, "vocabulary is 0"),
-        ("hash", {"frequencies": [1.0] * VOCABULARY}, "add balanced=True"),
-        ("hash", {"frequencies": [1.0], "balanced": True}, r"shape \(1,\)"),
-        ("stablemoe", {"stage": 1.5}, "stage is 1.5"),
-        ("stablemoe", {"width": 0}, "width is 0"),
-        ("stablemoe", {"distill": -1.0}, "distill is -1"),
-    ],
-)
-def test_wrong_options_are_one_sentence(name: str, options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        build(name, **options)
-
-
-def test_a_missing_vocabulary_is_named() -> None:
-    with pytest.raises(ValueError, match="needs the option vocabulary"):
-        holdfast.create_router("hash", dim=DIM, experts=EXPERTS)
 
 
 def distilled(router: Router) -> Distilled:

@@ -72,20 +72,6 @@ def test_ties_of_groups_go_to_the_lower_one() -> None:
     assert (router(tokens()).experts == torch.arange(3)).all()
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"groups": 0}, "groups is 0"),
-        ({"groups": 10}, "groups is 10"),
-        ({"groups": 3, "top_groups": 4}, "top_groups is 4"),
-        ({"groups": 3, "top_groups": 1, "k": 4}, "use at least 2 groups"),
-    ],
-)
-def test_wrong_options_are_one_sentence(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        build(**options)
-
-
 @pytest.mark.parametrize("experts", [1, 2, 3, 16, 61])
 def test_the_defaults_fit_any_number_of_experts(experts: int) -> None:
     for k in {1, (experts + 1) // 2, experts}:

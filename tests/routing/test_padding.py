@@ -14,7 +14,7 @@ import holdfast
 from holdfast import Context, Experts, FeedForward, Losses
 from holdfast.layers import LAYERS
 from holdfast.layers.moe import RoutedLayer
-from holdfast.routing import Previous
+from holdfast.testing.router_under_test import with_padding
 
 ROUTERS: dict[str, tuple[str, dict[str, Any]]] = {
     name: (name, needed(name)) for name in holdfast.list_routers()
@@ -44,22 +44,10 @@ def padded_with(value: float, rows: Tensor, real: Tensor = REAL) -> Tensor:
 
 def surroundings(value: float, tokens: Tensor) -> Context:
     """A context in which all rows of padding hold `value`."""
-    context = context_for(tokens, EXPERTS)
-    attention, previous = context.attention, context.previous
-    assert attention is not None and previous is not None
-    heads: dict[str, Any] = {
-        name: padded_with(value, getattr(attention, name).transpose(1, 2)).transpose(1, 2)
-        for name in ("query", "key", "value")
-    }
-    attention = replace(attention, output=padded_with(value, attention.output), **heads)
-    assert attention.projection is not None
-    attention.projection.weight.requires_grad_()
-    rows: dict[str, Any] = {
-        name: padded_with(value, getattr(previous.routing, name).unflatten(0, REAL.shape)).flatten(0, 1).detach()
-        for name in ("logits", "gates", "weights")
-    }
-    previous = Previous(padded_with(value, previous.tokens), replace(previous.routing, **rows))
-    return replace(context, token_mask=REAL, attention=attention, previous=previous)
+    context = with_padding(replace(context_for(tokens, EXPERTS), token_mask=REAL), REAL, value)
+    assert context.attention is not None and context.attention.projection is not None
+    context.attention.projection.weight.requires_grad_()
+    return context
 
 
 def outcome(

@@ -166,16 +166,3 @@ def test_a_shared_coefficient_compiles_to_one_graph() -> None:
 def test_two_processes_equal_one() -> None:
     script = Path(__file__).with_name("remoe_on_ranks.py")
     assert on_ranks(script, "2") == on_ranks(script, "1", processes=1)
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"penalty": "loads"}, "'load'"),
-        ({"coefficient": "modle"}, "'model'"),
-        ({"warmup": 1.0}, "warmup is 1.0.*below 1"),
-    ],
-)
-def test_bad_options_are_one_clear_sentence(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        create_router("remoe", dim=8, experts=4, **options)

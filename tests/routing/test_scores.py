@@ -27,10 +27,3 @@ def test_frozen_scores_have_nothing_to_train_and_are_saved() -> None:
 def test_a_zero_token_gets_equal_finite_scores() -> None:
     for score in (Linear(16, 8), Frozen(16, 8), Cosine(16, 8)):
         assert torch.equal(score(torch.zeros(1, 1, 16), Context()), torch.zeros(1, 1, 8))
-
-
-def test_bad_cosine_options_are_one_clear_sentence() -> None:
-    with pytest.raises(ValueError, match=r"width.* 0"):
-        Cosine(16, 8, width=0)
-    with pytest.raises(ValueError, match=r"temperature.* -1"):
-        Cosine(16, 8, temperature=-1.0)

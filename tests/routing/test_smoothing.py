@@ -1,7 +1,6 @@
 """Smooth top-k: its formula, its continuity, and both ways to set the strip's width."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -65,21 +64,6 @@ def test_eta_starts_where_told(options: dict[str, float], start: float) -> None:
     torch.testing.assert_close(select.eps(), torch.nn.functional.softplus(torch.tensor(start)))
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"a": 0.0}, "a is 0.0; an exponent"),
-        ({"b": -1.0}, "b is -1.0; an exponent"),
-        ({"a": math.inf}, "a is inf"),
-        ({"eta": -3.0}, "eta is -3.0; expected control='loss'"),
-        ({"eta": math.nan, "control": "loss"}, "eta is nan, not a number"),
-    ],
-)
-def test_bad_exponents_are_one_clear_sentence(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        holdfast.create_router("smooth", dim=8, experts=4, **options)
-
-
 def test_eps_0_is_top_k() -> None:
     torch.manual_seed(0)
     plain, smooth = (holdfast.create_router(name, dim=16, experts=8) for name in ("smoe", "smooth"))
@@ -141,7 +125,7 @@ def test_smooth_is_continuous_and_plain_top_k_is_not(a: float, b: float) -> None
     score = DoubleLinear(dim, experts)
     score.load_state_dict(smooth.score.state_dict())
     body = Experts(dim, 32, experts, dtype=torch.float64)
-    plain = MoE(holdfast.Router(score, holdfast.routing.TopK(dim, experts, k)), body).eval()
+    plain = MoE(holdfast.Router(score, holdfast.routing.TopK(experts, k)), body).eval()
     repaired = MoE(holdfast.Router(score, smooth.select), body).eval()
     tokens = torch.randn(3000, dim)
     with torch.no_grad():
@@ -191,12 +175,6 @@ def test_the_strip_of_a_token_with_too_many_ends_at_the_next_so_nothing_jumps() 
     switched = first.logits.argsort(-1, descending=True)[:, 3] != second.logits.argsort(-1, descending=True)[:, 3]
     assert switched.sum() > 100
     assert (one - other)[0, switched].norm(dim=1).max() < 1e-3 * one.norm(dim=-1).mean()
-
-
-def test_a_most_that_is_no_number_of_experts_is_one_sentence() -> None:
-    for most in (1, 9):
-        with pytest.raises(ValueError, match=rf"most is {most}\b.* 2\b.* 8\b"):
-            holdfast.create_router("smooth", dim=8, experts=8, k=2, most=most)
 
 
 @pytest.mark.parametrize(
@@ -302,19 +280,3 @@ def test_hard_inference_is_hard_only_in_evaluation() -> None:
     tokens = torch.randn(2, 64, 16)
     assert router(tokens).used.sum() > 2 * 128
     assert router.eval()(tokens).used.sum() == 2 * 128
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"control": "quantil"}, "'quantile'"),
-        ({"inference": "hrd"}, "'hard'"),
-        ({"budget": -1.0}, "budget is -1.0"),
-        ({"eps": -0.1}, "eps is -0.1"),
-        ({"alpha": 0.0}, "alpha is 0.0"),
-        ({"k": 9}, "k is 9"),
-    ],
-)
-def test_bad_options_are_one_clear_sentence(options: dict[str, object], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        holdfast.create_router("smooth", **{"dim": 8, "experts": 4, **options})  # type: ignore[arg-type]

@@ -101,7 +101,7 @@ def test_the_rule_makes_a_top_k_of_sparsemax_gates() -> None:
     torch.manual_seed(0)
     logits = torch.randn(1, 11, 6)
     scores = Scores(logits, sparsemax(logits), informed=False, raw=logits)
-    chosen = TopK(4, 6, 3, rule=SparsemaxRule())(scores, torch.zeros(1, 11, 4), holdfast.Context())
+    chosen = TopK(6, 3, rule=SparsemaxRule())(scores, torch.zeros(1, 11, 4), holdfast.Context())
     best = sparsemax(logits).topk(3).values
     torch.testing.assert_close(chosen.weights, best / best.sum(-1, keepdim=True))
 

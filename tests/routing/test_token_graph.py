@@ -37,20 +37,6 @@ def test_a_small_tau_is_the_plain_router_when_tokens_have_one_length() -> None:
     torch.testing.assert_close(got.weights, expected.weights)
 
 
-@pytest.mark.parametrize(("name", "options"), [("similarity", {}), ("attention", {"heads": 4})])
-def test_strength_0_is_the_plain_router(name: str, options: dict[str, int]) -> None:
-    torch.manual_seed(0)
-    plain, informed = (
-        holdfast.create_router("smoe", dim=12, experts=6),
-        holdfast.create_router(name, dim=12, experts=6, strength=0.0, **options),
-    )
-    informed.score.load_state_dict(plain.score.state_dict())
-    tokens = torch.randn(2, 11, 12)
-    expected, got = plain.eval()(tokens), informed.eval()(tokens, Context(causal=True, attention=attention()))
-    assert torch.equal(got.experts, expected.experts)
-    torch.testing.assert_close(got.weights, expected.weights)
-
-
 def test_equal_tokens_share_the_mean_of_their_gates() -> None:
     gates = torch.rand(1, 5, 4)
     tokens = torch.ones(1, 5, 8)
@@ -256,32 +242,6 @@ def test_the_non_causal_option_does_not_declare_causality() -> None:
     assert not traits.causal and not traits.cacheable and traits.batch_invariant and traits.sequence_aware
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "says"),
-    [
-        ("similarity", {"tau": 0.0}, "tau is 0.0"),
-        ("similarity", {"rank": 99}, "rank is 99"),
-        ("similarity", {"strength": 2.0}, "strength is 2.0"),
-        ("similarity", {"strength": "learnt"}, "strength is 'learnt'"),
-        ("similarity", {"tau": "root"}, "tau is 'root'"),
-        ("similarity", {"of": "atention"}, "'atention'.*attention"),
-        ("similarity", {"form": "bilinar", "rank": 2}, "'bilinar'.*bilinear"),
-        ("similarity", {"form": "bilinear"}, "give a rank"),
-        ("similarity", {"from": "confidant"}, "'confidant'.*confident"),
-        ("similarity[from=confidant]", {}, "option from is 'confidant'.*'confident'"),
-        ("similarity[from=all]", {"from_": "all"}, "from is given twice"),
-        ("attention", {"heads": "every"}, "heads is 'every'"),
-        ("attention", {}, "'attention'.*heads"),
-        ("attention", {"heads": 0}, "heads is 0"),
-        ("attention", {"heads": 2, "sigma": -1.0}, "sigma is -1.0"),
-        ("similarity+attention", {"heads": 2}, "'similarity' and 'attention'"),
-    ],
-)
-def test_bad_options_are_one_clear_sentence(name: str, options: dict[str, float], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        holdfast.create_router(name, dim=8, experts=4, **options)  # type: ignore[arg-type]
-
-
 def test_an_attention_that_is_missing_or_does_not_fit_is_one_clear_sentence() -> None:
     router = holdfast.create_router("attention", dim=12, experts=4, heads=3)
     with pytest.raises(ValueError, match="attention"):
@@ -375,6 +335,13 @@ def test_the_most_confident_token_of_all_is_informed_by_itself_only() -> None:
     torch.testing.assert_close(got[0, 2], gates[0, 2])
 
 
+def assert_same(one: Tensor, other: Tensor, leaves: list[Tensor]) -> None:
+    """Check that two results, and their gradients to all leaves, are equal up to rounding."""
+    gradients = [torch.autograd.grad(found.sin().sum(), leaves) for found in (one, other)]
+    for mine, theirs in zip((one, *gradients[0]), (other, *gradients[1]), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("from_", ["all", "confident"])
 def test_all_heads_of_an_attention_with_one_head_are_that_head(from_: Any) -> None:
     torch.manual_seed(0)
@@ -384,14 +351,13 @@ def test_all_heads_of_an_attention_with_one_head_are_that_head(from_: Any) -> No
         rows.requires_grad_()
     assert given.projection is not None
     logits, gates = torch.randn(2, 11, 5), torch.rand(2, 11, 5, requires_grad=True)
-    outcomes = []
-    for heads in (1, "all"):
-        informer = AttentionPosterior(12, heads=heads, from_=from_).eval()  # type: ignore[arg-type]
-        got = informer(gates, logits, torch.zeros(2, 11, 12), Context(causal=True, attention=given))
-        grads = torch.autograd.grad(got.sin().sum(), [gates, *wanted, given.projection.weight])
-        outcomes.append([got, *grads])
-    for one, every in zip(*outcomes, strict=True):
-        torch.testing.assert_close(every, one, atol=1e-5, rtol=1e-4)
+    one, every = (
+        AttentionPosterior(12, heads=heads, from_=from_).eval()(  # type: ignore[arg-type]
+            gates, logits, torch.zeros(2, 11, 12), Context(causal=True, attention=given)
+        )
+        for heads in (1, "all")
+    )
+    assert_same(every, one, [gates, *wanted, given.projection.weight])
 
 
 @pytest.mark.parametrize("key_heads", [4, 2])
@@ -409,11 +375,7 @@ def test_all_heads_equal_the_reference_with_all_gradients(key_heads: int, from_:
     for rows in wanted:
         rows.requires_grad_()
     context = Context(causal=True, token_mask=real, attention=given)
-    outcomes = []
-    for found in (informer(gates, logits, gates, context), posterior(informer, gates, logits, gates, context)):
-        outcomes.append([found, *torch.autograd.grad(found.sin().sum(), wanted)])
-    for mine, theirs in zip(*outcomes, strict=True):
-        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
+    assert_same(informer(gates, logits, gates, context), posterior(informer, gates, logits, gates, context), wanted)
 
 
 @pytest.mark.parametrize(
@@ -430,11 +392,7 @@ def test_similarity_equals_the_reference_with_all_gradients(options: dict[str, A
     real = torch.ones(2, 11, dtype=torch.bool)
     real[0, :3], real[1, 8:] = False, False
     context = Context(causal=causal, token_mask=real, attention=given)
-    outcomes = []
-    for found in (informer(gates, logits, tokens, context), similar(informer, gates, logits, tokens, context)):
-        outcomes.append([found, *torch.autograd.grad(found.sin().sum(), wanted)])
-    for mine, theirs in zip(*outcomes, strict=True):
-        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
+    assert_same(informer(gates, logits, tokens, context), similar(informer, gates, logits, tokens, context), wanted)
 
 
 def test_a_learned_strength_starts_at_a_tenth_and_is_shown_in_the_snapshot() -> None:

@@ -45,8 +45,8 @@ def with_part(build: Callable[..., Any]) -> Router:
     if issubclass(kind, Informer):
         return toy_parts.build(build())
     if issubclass(kind, Linear):
-        return Router(build(DIM, EXPERTS), TopK(DIM, EXPERTS, 2))
-    return Router(Linear(DIM, EXPERTS), build(EXPERTS, 2) if kind in BALANCED else build(DIM, EXPERTS, 2))
+        return Router(build(DIM, EXPERTS), TopK(EXPERTS, 2))
+    return Router(Linear(DIM, EXPERTS), build(EXPERTS, 2))
 
 
 INFORMERS: dict[str, Callable[[], tuple[Informer, ...]]] = {
@@ -312,9 +312,7 @@ class ForgetsAnExpert(TopK):
 class BalancesSecretly(BaseAssignment):
     """Does not declare that it sees the whole batch in training."""
 
-    @property
-    def training_traits(self) -> Traits:
-        return Traits()
+    training_traits = Traits()
 
 
 class DeniesTraining(TopK):
@@ -331,6 +329,14 @@ class GathersSecretly(BaseAssignment):
         return replace(super().declares, cost=lambda sizes: Cost("selection"))
 
 
+class KeepsLittle(Linear):
+    """Declares far more bytes for its backward than it saves."""
+
+    @property
+    def declares(self) -> ScoreDeclarations:
+        return replace(super().declares, cost=lambda sizes: Cost("score", kept=9000))
+
+
 class Denies(Linear):
     """Has other traits than it declares."""
 
@@ -339,7 +345,6 @@ class Denies(Linear):
         self.traits = Traits(**traits)
 
 
-BALANCED = (BalancesSecretly, GathersSecretly)
 BROKEN: dict[str, tuple[Callable[..., Any], str, str]] = {
     "slots ascending": (Ascending, "contract", "sorted"),
     "returns a tuple": (ReturnsATuple, "contract", "ReturnsATuple must return a Selection, but it returned a tuple"),
@@ -356,6 +361,11 @@ BROKEN: dict[str, tuple[Callable[..., Any], str, str]] = {
     "sees the batch in training": (BalancesSecretly, "batch invariance", "declares the trait batch_invariant in training"),
     "denies batch invariance in training": (DeniesTraining, "batch invariance", "not declare the trait batch_invariant in"),
     "gathers without declaring it": (GathersSecretly, "declared cost", "gathered"),
+    "declares too many saved bytes": (
+        KeepsLittle,
+        "declared cost",
+        r"\(kept\) is 9\d+ bytes",
+    ),
     "claims equal loads": (partial(Claims, equal_loads=True), "no inert coefficient", "equal loads"),
     "declares what it does not do": (
         partial(Denies, sequence_aware=True),

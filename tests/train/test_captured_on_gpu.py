@@ -62,7 +62,7 @@ def build(
     dense.config.use_cache = False  # as in training: then transformers looks for packed rows
     losses = holdfast.Losses(balance=0.01)
     return (
-        holdfast.sparsify(dense, experts=8, k=2, router=router, init="random", losses=losses, router_options=options)
+        holdfast.sparsify(dense, experts=8, router=router, init="random", losses=losses, router_options=options)
         .cuda()
         .train()
     )

@@ -39,7 +39,7 @@ def build(router: str = "smoe", dropout: float = 0.1) -> Any:
     dense = transformers.GPT2LMHeadModel(config)
     dense.config.use_cache = False
     losses = holdfast.Losses(balance=0.01)
-    return holdfast.sparsify(dense, experts=4, k=2, router=router, init="random", losses=losses).train()
+    return holdfast.sparsify(dense, experts=4, router=router, init="random", losses=losses).train()
 
 
 def step_of(model: Any, precision: str = "float32") -> TrainingStep:

@@ -284,17 +284,13 @@ def _quantised_blocks(planes: Tensor, steps: Tensor, height: int, width: int) ->
     padded = F.pad(planes, (0, -width % 8, 0, -height % 8), mode="replicate")
     count, channels = planes.shape[:2]
     blocks = padded.view(count, channels, padded.shape[-2] // 8, 8, padded.shape[-1] // 8, 8).transpose(3, 4)
-    cosines, steps = _cosine_matrix().to(planes), steps.to(planes)
+    frequency, place = torch.arange(8.0).view(-1, 1), torch.arange(8.0)
+    matrix = torch.cos((2 * place + 1) * frequency * math.pi / 16) / 2
+    # The orthogonal matrix (8,8) whose row u is the cosine of frequency u.
+    cosines, steps = torch.where(frequency == 0, matrix / math.sqrt(2), matrix).to(planes), steps.to(planes)
     coarse = (cosines @ blocks @ cosines.t() / steps).round() * steps
     restored = (cosines.t() @ coarse @ cosines).transpose(3, 4).reshape(padded.shape)
     return restored[..., :height, :width].round().clamp(-128, 127)
-
-
-def _cosine_matrix() -> Tensor:
-    """Return the orthogonal matrix (8,8) whose row u is the cosine of frequency u."""
-    frequency, place = torch.arange(8.0).view(-1, 1), torch.arange(8.0)
-    matrix = torch.cos((2 * place + 1) * frequency * math.pi / 16) / 2
-    return torch.where(frequency == 0, matrix / math.sqrt(2), matrix)
 
 
 def _change_basis(planes: Tensor, matrix: tuple[tuple[float, ...], ...]) -> Tensor:
@@ -357,10 +353,9 @@ def disc(radius: float, smooth: float) -> Tensor:
 
 def pixel_grid(images: Tensor) -> tuple[Tensor, Tensor]:
     """Return the row and the column of each pixel, (1,H,W) each."""
-    height, width = images.shape[-2:]
-    rows = torch.arange(height, device=images.device, dtype=images.dtype).view(1, -1, 1).expand(1, height, width)
-    columns = torch.arange(width, device=images.device, dtype=images.dtype).view(1, 1, -1).expand(1, height, width)
-    return rows, columns
+    lines = [torch.arange(size, device=images.device, dtype=images.dtype) for size in images.shape[-2:]]
+    rows, columns = torch.meshgrid(*lines, indexing="ij")
+    return rows.unsqueeze(0), columns.unsqueeze(0)
 
 
 def sample(images: Tensor, rows: Tensor, columns: Tensor) -> Tensor:

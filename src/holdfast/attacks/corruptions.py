@@ -27,9 +27,9 @@ from holdfast.attacks.corruption_kinds import (
     snow,
     zoom_blur,
 )
-from holdfast.attacks.flags import Flag
-from holdfast.attacks.threat import Json, check_bounds, check_count, check_seed, distances, generators
-from holdfast.errors import unknown_name
+from holdfast.attacks.flags import AttackResult, Flag
+from holdfast.attacks.threat import check_bounds, check_count, check_seed, distances, generators
+from holdfast.errors import require_known
 
 Setting = tuple[Any, ...]
 FOR_LARGE, FOR_SMALL = 244, 32  # the published elastic settings are shares of these; the 244 is published so
@@ -130,9 +130,10 @@ SEVEREST = 5
 
 
 @dataclass(frozen=True)
-class CorruptedImages:
+class CorruptedImages(AttackResult):
     """Images after a corruption."""
 
+    stored = ("attack", "group", "severity", "seed", "size", "realised", "examples", "flags")
     attack: str  # the corruption's name
     images: Tensor  # (B,C,H,W), in [0,1]
     severity: int  # the budget: 0 is clean, 5 the worst
@@ -146,18 +147,13 @@ class CorruptedImages:
         """The mean of `distances`."""
         return float(self.distances.mean()) if self.distances.numel() else 0.0
 
-    def summary(self) -> dict[str, Json]:
-        """Return what to store as JSON."""
-        return {
-            "attack": self.attack,
-            "group": CORRUPTIONS[self.attack].group,
-            "severity": self.severity,
-            "seed": self.seed,
-            "size": self.size,
-            "realised": self.realised,
-            "examples": self.images.shape[0],
-            "flags": [flag.summary() for flag in self.flags],
-        }
+    @property
+    def group(self) -> str:
+        return CORRUPTIONS[self.attack].group
+
+    @property
+    def examples(self) -> int:
+        return self.images.shape[0]
 
 
 def corrupt(
@@ -184,8 +180,7 @@ def corrupt(
                 side of 96 pixels on
     frost       (photographs, channels, height, width), from 0 to 1
     """
-    if name not in CORRUPTIONS:
-        raise ValueError(unknown_name("corruption", name, CORRUPTIONS))
+    require_known("corruption", name, CORRUPTIONS)
     check_count(severity, "severity", least=0)
     if severity > SEVEREST:
         raise ValueError(f"severity is {severity}; expected 1 to {SEVEREST}, or 0 for clean images.")
@@ -194,9 +189,8 @@ def corrupt(
     if images.dim() != 4 or images.shape[1] not in (1, 3):
         raise ValueError(f"images have shape {tuple(images.shape)}; expected (B, C, H, W) with 1 or 3 channels.")
     check_bounds(images, (0.0, 1.0))
-    if size not in (None, "large", "small"):
-        raise ValueError(unknown_name("size", size, ("large", "small")))
     size = size or ("large" if min(images.shape[-2:]) >= LARGE else "small")
+    require_known("size", size, ("large", "small"))
     corruption = CORRUPTIONS[name]
     corrupted = images
     if severity > 0 and images.numel() > 0:

@@ -5,15 +5,15 @@ vanish (there was no direction to follow), or if an attack without gradients doe
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from holdfast.attacks.threat import Json
+from holdfast.attacks.threat import Json, gradient
 
 Model = Callable[[Tensor], Tensor]  # inputs (B, ...) to logits (B, classes)
 Kind = Literal[
@@ -45,6 +45,22 @@ class Flag:
 
     def summary(self) -> Json:
         return {"kind": self.kind, "detail": self.detail}
+
+
+class AttackResult:
+    """What the results of all attacks have in common (abstract)."""
+
+    stored: ClassVar[tuple[str, ...]]  # the fields and properties of the summary
+
+    def summary(self) -> dict[str, Json]:
+        """Return what to store as JSON."""
+        return {name: _as_json(getattr(self, name)) for name in self.stored}
+
+
+def _as_json(value: Any) -> Json:
+    if isinstance(value, tuple):
+        return [entry.summary() if isinstance(entry, Flag) else entry for entry in value]
+    return dict(value) if isinstance(value, Mapping) else value  # type: ignore[no-any-return]
 
 
 def warn(*flags: Flag) -> tuple[Flag, ...]:
@@ -91,10 +107,7 @@ def input_gradients(model: Model, inputs: Tensor, loss: Callable[[Tensor], Tenso
     with torch.enable_grad():
         logits = model(inputs)
         total = loss(logits)
-    if not total.requires_grad:
-        return logits.detach(), torch.zeros_like(inputs)
-    (gradients,) = torch.autograd.grad(total, inputs, allow_unused=True)
-    return logits.detach(), torch.zeros_like(inputs) if gradients is None else gradients
+    return logits.detach(), gradient(total, inputs)
 
 
 def train_mode_flag(model: object) -> tuple[Flag, ...]:

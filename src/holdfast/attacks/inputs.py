@@ -9,31 +9,33 @@ B inputs in a batch
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from holdfast.attacks.flags import Flag, Model, black_box_flag, check_model, checked_logits, input_gradients, warn
-from holdfast.attacks.threat import (
-    Bounds,
-    Json,
-    Norm,
-    check_bounds,
-    check_budget,
-    check_count,
-    check_norm,
-    distances,
-    project,
+from holdfast.attacks.flags import (
+    AttackResult,
+    Flag,
+    Model,
+    black_box_flag,
+    check_model,
+    checked_logits,
+    input_gradients,
+    warn,
 )
-from holdfast.errors import unknown_name
+from holdfast.attacks.threat import Bounds, Json, check_bounds, check_budget, check_count, distances, project
+from holdfast.errors import require_known
+from holdfast.routing.bounds import Norm, check_norm
 
 
 @dataclass(frozen=True)
-class AttackedInputs:
+class AttackedInputs(AttackResult):
     """Adversarial inputs, the threat model they were found under, and flags that say when not to trust them."""
 
+    stored: ClassVar[tuple[str, ...]] = ("attack", "budget", "norm", "bounds", "realised", "rate", "accuracy")
+    stored += ("clean_accuracy", "examples", "steps", "restarts", "seed", "black_box", "options", "flags")
     attack: str
     inputs: Tensor  # (B, ...), within the ball and the bounds
     success: Tensor  # (B,) bool: the attacked input is misclassified
@@ -79,25 +81,9 @@ class AttackedInputs:
         """The size of the largest perturbation; at most the budget."""
         return float(self.distances.max()) if self.distances.numel() else 0.0
 
-    def summary(self) -> dict[str, Json]:
-        """Return what to store as JSON."""
-        return {
-            "attack": self.attack,
-            "budget": self.budget,
-            "norm": self.norm,
-            "bounds": None if self.bounds is None else list(self.bounds),
-            "realised": self.realised,
-            "rate": self.rate,
-            "accuracy": self.accuracy,
-            "clean_accuracy": self.clean_accuracy,
-            "examples": self.success.numel(),
-            "steps": self.steps,
-            "restarts": self.restarts,
-            "seed": self.seed,
-            "black_box": self.black_box,
-            "options": dict(self.options),
-            "flags": [flag.summary() for flag in self.flags],
-        }
+    @property
+    def examples(self) -> int:
+        return self.success.numel()
 
 
 def worst_of(*results: AttackedInputs) -> AttackedInputs:
@@ -278,8 +264,7 @@ class Threat:
         check_budget(self.budget)
         check_norm(self.norm)
         check_count(self.top, "top")
-        if self.loss not in LOSSES:
-            raise ValueError(unknown_name("loss", self.loss, LOSSES))
+        require_known("loss", self.loss, LOSSES)
 
     def run(
         self,

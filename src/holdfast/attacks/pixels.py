@@ -18,7 +18,8 @@ from torch import Tensor
 
 from holdfast.attacks.flags import Model
 from holdfast.attacks.inputs import AttackedInputs, InputSearch, Loss, Threat, losses
-from holdfast.attacks.threat import Bounds, Norm, check_budget, check_count, check_seed, clamp, direction, draw, generators
+from holdfast.attacks.threat import Bounds, check_budget, check_count, check_seed, clamp, direction, draw, generators
+from holdfast.routing.bounds import Norm
 
 PAPER_BUDGET = 1 / 255  # of the papers' PGD and FGSM rows: l_inf, pixels in [0,1]
 PAPER_STEPS = 20

@@ -13,9 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from holdfast.attacks.threat import Norm, derived_seed, direction, distances, project, row_norms
+from holdfast.attacks.threat import derived_seed, direction, distances, gradient, project, row_norms
 from holdfast.kernels.select import top
 from holdfast.routing import Routing
+from holdfast.routing.bounds import Norm
 
 Route = Callable[[Tensor], Routing | Sequence[Routing] | Tensor]  # tokens (..., d) to routings, or to scores (..., E)
 TINY = torch.finfo(torch.float32).tiny
@@ -62,7 +63,13 @@ class RouteProbe:
 
     def margins(self, layers: list[Layer]) -> Tensor:
         """Return (L,T): highest key outside the clean set minus lowest key inside it; negative while the set is the same."""
-        return torch.stack([_margin(now.keys, was.chosen) for now, was in zip(layers, self.clean, strict=True)])
+        margins = []
+        for now, was in zip(layers, self.clean, strict=True):
+            outside = now.keys.masked_fill(was.chosen, -torch.inf).amax(-1)
+            inside = now.keys.masked_fill(~was.chosen, torch.inf).amin(-1)
+            # 0 for an empty side, so that the other still counts.
+            margins.append(outside.where(~was.chosen.all(-1), 0.0) - inside.where(was.chosen.any(-1), 0.0))
+        return torch.stack(margins)
 
     def _routings(self, rows: Tensor) -> list[Routing]:
         returned = self.route(rows.view(self.shape))
@@ -83,12 +90,9 @@ class RouteProbe:
 
     def _layer(self, index: int, routing: Routing) -> Layer:
         keys = routing.logits if self.by_logits[index] else routing.gates.clamp_min(TINY).log()
-        if self.k is None:
-            return Layer(keys, routing.chosen)
-        if self.k > routing.experts.shape[-1]:
+        if self.k is not None and self.k > routing.experts.shape[-1]:
             raise ValueError(f"k is {self.k}, but tokens have at most {routing.experts.shape[-1]} experts.")
-        core = Routing(routing.logits, routing.gates, routing.experts[:, : self.k], routing.weights[:, : self.k])
-        return Layer(keys, core.chosen)
+        return Layer(keys, routing.sets_of_slots(self.k))
 
 
 def _by_logits(routing: Routing, ragged: bool) -> bool:
@@ -99,25 +103,18 @@ def _by_logits(routing: Routing, ragged: bool) -> bool:
     return same_order and not (ragged and sums_to_one)
 
 
-def _margin(keys: Tensor, chosen: Tensor) -> Tensor:
-    """Return (T,): highest key outside minus lowest key inside; 0 for an empty side, so that the other still counts."""
-    outside = keys.masked_fill(chosen, -torch.inf).amax(-1)
-    inside = keys.masked_fill(~chosen, torch.inf).amin(-1)
-    return outside.where(~chosen.all(-1), 0.0) - inside.where(chosen.any(-1), 0.0)
-
-
 SHORTER = 0.9  # a later round searches for perturbations of at most this share of the smallest one so far
 HALF = 0.5  # the same share if tokens are perturbed together
 
 
-class Target:
+class Target(NamedTuple):
     """A pair of experts for each token, whose order the attack tries to swap. Index E is the threshold, a key of 0.
 
     Without a pair, the target of each step is the pair with the smallest difference of keys.
     """
 
-    def __init__(self, inside: Tensor | None = None, outside: Tensor | None = None) -> None:
-        self.inside, self.outside = inside, outside  # (T,)
+    inside: Tensor | None = None  # (T,)
+    outside: Tensor | None = None  # (T,)
 
     def value(self, probe: RouteProbe, layers: list[Layer]) -> Tensor:
         """Return (T,): the value to raise. Layers that have flipped are skipped, so that the others get the budget."""
@@ -206,10 +203,12 @@ class RouteSearch:
 
     def _bisect(self, rows: Tensor, bisections: int) -> None:
         """Try shorter perturbations: by bisection, or with evenly spaced lengths if tokens are perturbed together."""
-        low, high = torch.zeros_like(self.smallest), torch.ones_like(self.smallest)
+        low, high, clean = torch.zeros_like(self.smallest), torch.ones_like(self.smallest), self.clean.double()
         for number in range(bisections if self.found.any() else 0):
             share = (low + high) / 2 if self.units is None else high * (number + 1) / (bisections + 1)
-            flips = self.try_inputs(self._between(rows, share))
+            between = (clean + share.unsqueeze(-1) * (rows.double() - clean)).to(rows.dtype)
+            # Rounding may exceed the budget.
+            flips = self.try_inputs(project(between, self.clean, self.budgets, self.norm))
             if self.units is None:
                 low, high = share.where(~flips, low), share.where(flips, high)
 
@@ -231,12 +230,6 @@ class RouteSearch:
         """Return random perturbations that are as large as the radius."""
         noise = torch.randn(self.clean.shape, generator=torch.Generator().manual_seed(seed)).to(self.clean)
         return direction(noise, self.norm) * self.radius.to(noise.dtype).unsqueeze(-1)
-
-    def _between(self, rows: Tensor, share: Tensor) -> Tensor:
-        """Return the clean rows plus `share (T,)` of the perturbations to `rows`."""
-        clean = self.clean.double()
-        between = (clean + share.unsqueeze(-1) * (rows.double() - clean)).to(rows.dtype)
-        return project(between, self.clean, self.budgets, self.norm)  # rounding may exceed the budget
 
     def _per_token(self, units: Tensor) -> Tensor:
         """Repeat the value of each unit for each of its tokens."""
@@ -291,11 +284,3 @@ def _key(keys: Tensor, index: Tensor) -> Tensor:
     """Return (T,): the key of one expert per token; index E is the threshold 0."""
     padded = torch.cat([keys, keys.new_zeros(keys.shape[0], 1)], dim=1)
     return padded.gather(1, index.unsqueeze(1)).squeeze(1)
-
-
-def gradient(value: Tensor, rows: Tensor) -> Tensor:
-    """Return the gradient of `value` with respect to `rows`; 0 if `value` does not depend on them."""
-    if not value.requires_grad:
-        return torch.zeros_like(rows)
-    (slope,) = torch.autograd.grad(value, rows, retain_graph=True, allow_unused=True)
-    return torch.zeros_like(rows) if slope is None else slope

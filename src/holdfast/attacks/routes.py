@@ -18,26 +18,26 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from holdfast.attacks.flags import Flag, black_box_flag, randomised_flag, train_mode_flag, warn, zero_gradient_flag
-from holdfast.attacks.route_search import Route, RouteProbe, RouteSearch, Target, gradient, nearest_targets
-from holdfast.attacks.threat import (
-    Json,
-    Norm,
-    check_budget,
-    check_count,
-    check_norm,
-    check_seed,
-    derived_seed,
-    distances,
-    row_norms,
+from holdfast.attacks.flags import (
+    AttackResult,
+    Flag,
+    black_box_flag,
+    randomised_flag,
+    train_mode_flag,
+    warn,
+    zero_gradient_flag,
 )
+from holdfast.attacks.route_search import Route, RouteProbe, RouteSearch, Target, nearest_targets
+from holdfast.attacks.threat import Json, check_budget, check_count, check_seed, derived_seed, distances, gradient, row_norms
 from holdfast.routing import Context, Router, Traits
+from holdfast.routing.bounds import Norm, check_norm
 
 
 @dataclass(frozen=True)
-class AttackedRoutes:
+class AttackedRoutes(AttackResult):
     """Tokens perturbed so that they flip. Leading dimensions (...) are those of the tokens, (B,N) or (T,)."""
 
+    stored = ("budget", "norm", "relative", "joint", "realised", "rate", "rates", "steps", "seed", "options", "flags")
     inputs: Tensor  # (..., d): each within its ball; padding unchanged
     flipped: Tensor  # (...) bool: the selected set of this token changed in at least one layer
     flipped_by_layer: Tensor  # (L, ...) bool
@@ -65,25 +65,11 @@ class AttackedRoutes:
         return [float(layer.sum() / self.real.sum().clamp_min(1)) for layer in self.flipped_by_layer]
 
     def summary(self) -> dict[str, Json]:
-        """Return what to store as JSON."""
+        """Return what to store as JSON; "smallest" and "median" are of the tokens that flipped."""
         found = self.distances[self.real & self.distances.isfinite()]
-        return {
-            "attack": "routing",
-            "budget": self.budget,
-            "norm": self.norm,
-            "relative": self.relative,
-            "joint": self.joint,
-            "realised": self.realised,
-            "rate": self.rate,
-            "rates": self.rates,
-            "tokens": int(self.real.sum()),
-            "smallest": float(found.min()) if found.numel() else None,
-            "median": float(found.median()) if found.numel() else None,  # of the tokens that flipped
-            "steps": self.steps,
-            "seed": self.seed,
-            "options": dict(self.options),
-            "flags": [flag.summary() for flag in self.flags],
-        }
+        smallest, median = (float(found.min()), float(found.median())) if found.numel() else (None, None)
+        tokens = int(self.real.sum())
+        return {"attack": "routing", **super().summary(), "tokens": tokens, "smallest": smallest, "median": median}
 
 
 def attack_routes(
@@ -137,7 +123,10 @@ def attack_routes(
     if tokens.dim() < 2 or tokens.numel() == 0 or not tokens.is_floating_point() or not tokens.isfinite().all():
         got = f"{tokens.dtype} of shape {tuple(tokens.shape)}"
         raise ValueError(f"tokens are {got}; expected finite floating-point numbers, (B, N, d) or (T, d).")
-    units = _units(route, tokens, joint)
+    traits = route.traits if isinstance(route, Router) else Traits(sequence_aware=True)
+    joint = (traits.sequence_aware or not traits.batch_invariant) if joint is None else joint
+    # How many groups of tokens are perturbed together; None: each token is perturbed alone.
+    units = (tokens.shape[0] if tokens.dim() > 2 and traits.batch_invariant else 1) if joint else None
     real = _real(tokens, token_mask if token_mask is not None or context is None else context.token_mask)
     budgets = _budgets(tokens, budget, norm, relative).where(real, 0.0)
     call = cast(Route, partial(route, context=context)) if isinstance(route, Router) else route
@@ -189,15 +178,6 @@ def _flags(route: object, search: RouteSearch, targets: list[Target], real: Tens
         *randomised_flag(once[search.real], again[search.real]),
         *zero_gradient_flag(gradient(value, rows), among=known, what="tokens"),
     )
-
-
-def _units(route: Router | Route, tokens: Tensor, joint: bool | None) -> int | None:
-    """Return how many groups of tokens are perturbed together; None if each token is perturbed alone."""
-    traits = route.traits if isinstance(route, Router) else Traits(sequence_aware=True)
-    joint = (traits.sequence_aware or not traits.batch_invariant) if joint is None else joint
-    if not joint:
-        return None
-    return tokens.shape[0] if tokens.dim() > 2 and traits.batch_invariant else 1
 
 
 def _real(tokens: Tensor, token_mask: Tensor | None) -> Tensor:

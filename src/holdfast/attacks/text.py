@@ -15,9 +15,9 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 import numpy.typing as npt
 
-from holdfast.attacks.flags import Flag, warn
+from holdfast.attacks.flags import AttackResult, Flag, warn
 from holdfast.attacks.threat import Json, check_rate, check_seed, derived_seed
-from holdfast.errors import unknown_name
+from holdfast.errors import require_known
 
 Span = tuple[int, int]  # characters, [start, end)
 Spans = npt.NDArray[np.int64]  # (T,2)
@@ -36,15 +36,11 @@ class Change(NamedTuple):
     after: Span
 
 
-class Word(NamedTuple):
-    text: str
-    span: Span
-
-
 @dataclass(frozen=True)
-class AttackedText:
+class AttackedText(AttackResult):
     """The attacked documents, and which of their words changed."""
 
+    stored = ("attack", "rate", "realised", "realised_of_pieces", "seed", "changed", "checksum", "options", "flags")
     attack: str
     texts: tuple[str, ...]
     changes: tuple[tuple[Change, ...], ...]  # of each document, in order
@@ -124,19 +120,7 @@ class AttackedText:
 
     def summary(self) -> dict[str, Json]:
         """Return what to store as JSON: not the texts, which follow from the seed."""
-        return {
-            "attack": self.attack,
-            "rate": self.rate,
-            "realised": self.realised,
-            "realised_of_pieces": self.realised_of_pieces,
-            "seed": self.seed,
-            "documents": len(self.texts),
-            "words": sum(self.words),
-            "changed": self.changed,
-            "checksum": self.checksum,
-            "options": dict(self.options),
-            "flags": [flag.summary() for flag in self.flags],
-        }
+        return {**super().summary(), "documents": len(self.texts), "words": sum(self.words)}
 
 
 def _numbered(spans: Spans) -> npt.NDArray[np.int64]:
@@ -150,8 +134,10 @@ def _numbered(spans: Spans) -> npt.NDArray[np.int64]:
     return np.concatenate([spans, count[:, None]], axis=1)
 
 
-def words_of(text: str, special: Collection[str] = ()) -> Iterator[Word]:
-    """Yield the words of a text: letters and digits joined by apostrophes, hyphens and underscores; numbers with points.
+def words_of(text: str, special: Collection[str] = ()) -> Iterator[tuple[str, Span]]:
+    """Yield the words of a text, with their spans.
+
+    A word is letters and digits joined by apostrophes, hyphens and underscores, or a number with points.
 
     Special tokens (`<unk>`, `</s>`, `<|endoftext|>`, `[MASK]`, and those named in `special`) are not words, nor is
     any part of them.
@@ -159,7 +145,7 @@ def words_of(text: str, special: Collection[str] = ()) -> Iterator[Word]:
     named = [re.escape(token) for token in sorted(special, key=len, reverse=True) if token]
     for match in re.finditer(f"{'|'.join([*named, _SPECIAL])}|(?P<word>{_WORD})", text):
         if match["word"]:
-            yield Word(match["word"], match.span())
+            yield match["word"], match.span()
 
 
 def change_words(
@@ -310,7 +296,7 @@ def swappable(words: Iterable[str]) -> list[str]:
 
 def words_in(texts: Iterable[str]) -> list[str]:
     """Return the `swappable` words of some texts."""
-    return swappable(word.text for text in texts for word in words_of(text))
+    return swappable(word for text in texts for word, _ in words_of(text))
 
 
 Typo = Literal["swap", "drop", "double", "neighbour"]
@@ -348,8 +334,7 @@ def misspell(
     position; the word always changes. The other options are those of `swap_words`.
     """
     for typo in typos:
-        if typo not in TYPOS:
-            raise ValueError(unknown_name("typo", typo, TYPOS))
+        require_known("typo", typo, TYPOS)
     if not typos:
         raise ValueError(f"typos is empty; name at least one of {', '.join(TYPOS)}.")
 

@@ -10,22 +10,13 @@ R rows, each one attacked input (an image, a token)
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from holdfast.errors import unknown_name
+from holdfast.routing.bounds import Norm
 
-Norm = Literal["linf", "l2"]
-NORMS: tuple[Norm, ...] = get_args(Norm)
 Json = str | int | float | bool | Sequence["Json"] | Mapping[str, "Json"] | None  # lists and dictionaries, in fact
-
-
-def check_norm(norm: str) -> None:
-    """Raise ValueError if `norm` is not one of NORMS."""
-    if norm not in NORMS:
-        raise ValueError(unknown_name("norm", norm, NORMS))
 
 
 def check_rate(rate: float) -> None:
@@ -69,6 +60,14 @@ def direction(gradient: Tensor, norm: Norm) -> Tensor:
     return flat.view_as(gradient)
 
 
+def gradient(value: Tensor, inputs: Tensor) -> Tensor:
+    """Return the gradient of `value` with respect to `inputs`; 0 if `value` does not depend on them."""
+    if not value.requires_grad:
+        return torch.zeros_like(inputs)
+    (slope,) = torch.autograd.grad(value, inputs, retain_graph=True, allow_unused=True)
+    return torch.zeros_like(inputs) if slope is None else slope
+
+
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
@@ -87,7 +86,17 @@ def project(perturbed: Tensor, centre: Tensor, radius: Tensor, norm: Norm, bound
     radius = radius.double().view(-1, *[1] * (centre.dim() - 1))
     if norm == "linf":
         return clamp(perturbed.clamp(_edge(centre, radius, -1), _edge(centre, radius, 1)), bounds)
-    return _shrunk(clamp(perturbed, bounds), centre, radius)
+    # Shrink the perturbation until it is inside the l2 ball. Both ends are within the bounds, so all points between are.
+    perturbed = clamp(perturbed, bounds)
+    for attempt in range(SHRINK_ATTEMPTS):
+        far = distances(perturbed, centre, "l2").view_as(radius)
+        outside = far > radius
+        if not outside.any():
+            return perturbed
+        factor = radius / far.clamp_min(torch.finfo(torch.float64).tiny) * (1 - 2.0 ** (-24 + 6 * attempt))
+        nearer = centre.double() + (perturbed.double() - centre.double()) * factor
+        perturbed = torch.where(outside, nearer.to(centre.dtype), perturbed)
+    return torch.where(distances(perturbed, centre, "l2").view_as(radius) > radius, centre, perturbed)
 
 
 def _edge(centre: Tensor, radius: Tensor, side: int) -> Tensor:
@@ -98,20 +107,6 @@ def _edge(centre: Tensor, radius: Tensor, side: int) -> Tensor:
     nearer = (exact - side * step).to(centre.dtype)
     nearer = torch.maximum(nearer, centre) if side > 0 else torch.minimum(nearer, centre)
     return torch.where((near.double() - centre.double()).abs() > radius, nearer, near)
-
-
-def _shrunk(perturbed: Tensor, centre: Tensor, radius: Tensor) -> Tensor:
-    """Shrink the perturbation until it is inside the l2 ball. Both ends are within the bounds, so all points between are."""
-    far = distances(perturbed, centre, "l2").view_as(radius)
-    for attempt in range(SHRINK_ATTEMPTS):
-        outside = far > radius
-        if not outside.any():
-            return perturbed
-        factor = radius / far.clamp_min(torch.finfo(torch.float64).tiny) * (1 - 2.0 ** (-24 + 6 * attempt))
-        nearer = centre.double() + (perturbed.double() - centre.double()) * factor
-        perturbed = torch.where(outside, nearer.to(centre.dtype), perturbed)
-        far = distances(perturbed, centre, "l2").view_as(radius)
-    return torch.where(far > radius, centre, perturbed)
 
 
 def clamp(inputs: Tensor, bounds: Bounds) -> Tensor:

@@ -45,7 +45,6 @@ from holdfast.metrics.selection import WeightSums as WeightSums
 from holdfast.metrics.selection import set_changes as set_changes
 from holdfast.metrics.selection import spectral_gap as spectral_gap
 from holdfast.metrics.tasks import ALEXNET_ERRORS as ALEXNET_ERRORS
-from holdfast.metrics.tasks import Accuracy as Accuracy
 from holdfast.metrics.tasks import AnomalyPrecision as AnomalyPrecision
 from holdfast.metrics.tasks import Perplexity as Perplexity
 from holdfast.metrics.tasks import mean_corruption_error as mean_corruption_error

@@ -53,9 +53,11 @@ class RoutingReport:
             if name != "instability":
                 metric.update(real)
         if self._last is not None:
-            place, previous, previous_mask = self._last
-            same_tokens = len(previous.experts) == len(routing.experts) and _same_mask(previous_mask, token_mask)
-            if place == layer - 1 and same_tokens:
+            place, previous, mask = self._last
+            same_mask = mask is token_mask
+            if mask is not None and token_mask is not None:
+                same_mask = torch.equal(mask, token_mask.to(mask.device))
+            if place == layer - 1 and len(previous.experts) == len(routing.experts) and same_mask:
                 metrics["instability"].update(previous, routing, token_mask)
         # Logits and gates become one expanded zero of their shape, to save memory.
         gates = routing.gates.new_zeros(()).expand(routing.gates.shape)
@@ -105,12 +107,6 @@ class RoutingReport:
             }
             self._layers[layer] = metrics
         return self._layers[layer]
-
-
-def _same_mask(one: Tensor | None, other: Tensor | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return torch.equal(one, other.to(one.device))
 
 
 def _overall(layers: list[dict[str, Any]]) -> dict[str, Any]:

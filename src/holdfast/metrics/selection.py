@@ -249,7 +249,7 @@ class RoutingChanges(Accumulator[Changes]):
 
 def set_changes(before: Routing, after: Routing, k: int | None = None) -> Tensor:
     """Return (T,) bool: which tokens flip; with `k`, compare the k experts with the largest weights."""
-    return (_sets(before, k) != _sets(after, k)).any(-1)
+    return (before.sets_of_slots(k) != after.sets_of_slots(k)).any(-1)
 
 
 class PredictionStability(Accumulator[float]):
@@ -264,9 +264,3 @@ class PredictionStability(Accumulator[float]):
 
     def result(self) -> float:
         return self._mean("same", "predictions")
-
-
-def _sets(routing: Routing, k: int | None) -> Tensor:
-    if k is None:
-        return routing.chosen
-    return Routing(routing.logits, routing.gates, routing.experts[:, :k], routing.weights[:, :k]).chosen

@@ -1,6 +1,6 @@
 """Metrics of tasks: how well a model predicts tokens or classifies images.
 
-    Accuracy                  whether the right class is among the k largest logits
+    in_top_k                  whether the right class is among the k largest logits
     Perplexity                exp of the mean negative log-likelihood of a token
     AnomalyPrecision          detection of unknown classes, as ImageNet-O defines it
     mean_corruption_error     errors under common corruptions, relative to a baseline's
@@ -44,34 +44,12 @@ from holdfast.metrics.accumulator import Accumulator, real_rows
 IGNORED = -100  # transformers' label of examples and targets that are not scored
 
 
-class Accuracy(Accumulator[float]):
-    """The share of examples whose target is among the `k` largest logits; k=1 is accuracy, k=5 top-5 accuracy.
+@torch.no_grad()
+def in_top_k(logits: Tensor, targets: Tensor, k: int = 1, token_mask: Tensor | None = None) -> Tensor:
+    """Return (R,) bool for each real example: whether its target is among the k largest logits.
 
     Ties go to the lower class, as in `argmax`. Logits that are NaN rank above everything, so a model with NaN scores 0.
     """
-
-    def __init__(self, k: int = 1) -> None:
-        super().__init__()
-        if k < 1:
-            raise ValueError(f"k is {k}; it must be at least 1.")
-        self.k = k
-
-    @property
-    def settings(self) -> tuple[object, ...]:
-        return (self.k,)
-
-    def update(self, logits: Tensor, targets: Tensor, token_mask: Tensor | None = None) -> None:
-        """Add `logits (...,C)` and `targets (...)`, of tokens or of whole examples."""
-        right = in_top_k(logits, targets, self.k, token_mask)
-        self._add(right=right.sum(), examples=right.numel())
-
-    def result(self) -> float:
-        return self._mean("right", "examples")
-
-
-@torch.no_grad()
-def in_top_k(logits: Tensor, targets: Tensor, k: int = 1, token_mask: Tensor | None = None) -> Tensor:
-    """Return (R,) bool for each real example: whether its target is among the k largest logits."""
     if logits.shape[:-1] != targets.shape:
         raise ValueError(
             f"logits have shape {tuple(logits.shape)}, targets {tuple(targets.shape)}; expected targets of shape "
@@ -83,10 +61,10 @@ def in_top_k(logits: Tensor, targets: Tensor, k: int = 1, token_mask: Tensor | N
             f"targets run from {int(targets.min())} to {int(targets.max())}, but there are {rows.shape[1]} classes; "
             "set token_mask to False for targets that are not scored."
         )
-    own = rows.gather(1, targets.unsqueeze(1))
-    ahead = ~(rows <= own)  # not `rows > own`: with NaN, a target must not count as the largest
+    of_target = rows.gather(1, targets.unsqueeze(1))
+    ahead = ~(rows <= of_target)  # not `rows > of_target`: with NaN, a target must not count as the largest
     earlier = torch.arange(rows.shape[1], device=rows.device) < targets.unsqueeze(1)
-    return (ahead | ((rows == own) & earlier)).sum(1) < k
+    return (ahead | ((rows == of_target) & earlier)).sum(1) < k
 
 
 def token_nll(logits: Tensor, targets: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from holdfast.model_size import (
     require_sane_top_k,
     stored_bytes,
 )
-from holdfast.routing.layer_names import resolve_layers, written_name
+from holdfast.routing.layer_names import resolve_layers, shared_k, written_name
 
 CONFIG = "config.json"
 RECOGNISED = (  # MoE families without a row whose planned FLOPs equal those that torch counts (tests/planning)
@@ -145,8 +145,10 @@ def build_on_meta(config: Any, choice: Choice, change: Change) -> Any:
         if config.model_type in DENSE_FAMILIES and described is None:
             sparsify_on_meta(model, choice, change)
         else:
-            _require_reroutable(config, change)
-            k = change.k if choice.k is None else choice.k
+            for name in ("experts", "hidden", "shared"):
+                if getattr(change, name) is not None:
+                    raise ValueError(f"this {config.model_type} model has experts already; --{name} is for dense ones.")
+            k = shared_k(choice.router, change.k) if choice.k is None else choice.k
             reroute(model, choice.router, k=k, layers=change.layers, **choice.options)
     return model
 
@@ -161,7 +163,7 @@ def sparsify_on_meta(model: Any, choice: Choice, change: Change) -> None:
     found = list(dense_layers(model))
     if not found:
         raise ValueError(f"this {family.model_type} model has no feed-forward network to sparsify.")
-    k = change.k if choice.k is None else choice.k
+    k = shared_k(choice.router, change.k) if choice.k is None else choice.k
     plain = LayerSpec(
         "smoe",
         DEFAULT_K if k is None else k,
@@ -174,12 +176,6 @@ def sparsify_on_meta(model: Any, choice: Choice, change: Change) -> None:
     )
     names = [found[index] for index in choose_layers(change.layers, len(found))]
     apply_specs(model, sparse_specs(names, resolve_layers(choice.router, choice.options, k=k), plain))
-
-
-def _require_reroutable(config: Any, change: Change) -> None:
-    for name in ("experts", "hidden", "shared"):
-        if getattr(change, name) is not None:
-            raise ValueError(f"this {config.model_type} model has experts already; --{name} is for dense ones.")
 
 
 def _read_description(model: str) -> dict[str, Any]:

@@ -7,10 +7,9 @@ with torch's counter and the operators of Holdfast (`counting`). Softmax, sortin
 B sequences of N tokens
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from typing import Any
 from unittest.mock import patch
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 
 from holdfast.hub.families import DENSE_FAMILIES, DenseFamily, MoEFamily
 from holdfast.hub.layers import MoELayerRef, find_submodule, moe_family, moe_layers
-from holdfast.routing import Attention, Context, Informer, Noise, Part, Previous, Router, Routing, Score, Scores, Selector
+from holdfast.routing import Attention, Context, Informer, Noise, Part, Previous, Router, Routing, Scores, Selector
 from holdfast.routing.declarations import ActiveExperts, Cost, LayerKind, LayerSizes
 from holdfast.routing.presets import REGISTRY
 from holdfast.routing.selection import check_k
@@ -36,7 +35,7 @@ class Setting:
 
     sequence: int  # tokens
     number_bytes: int = 2  # of one number of the model
-    causal_half: bool = True  # count the half that causal attention needs; False counts the full square, as FLOP counters do
+    causal_half: bool = True  # count the half that causal attention needs; False: the square, as eager attention computes
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,6 @@ class ModelShape:
     trained: int
     layers: tuple[LayerShape, ...]
     outside_flops: float  # per token, outside the layers
-    outside_flops_per_sequence: float  # of maps that run once per sequence
     vocabulary: int  # logits per token; 0 for a model that has none
     dim: int
     decodes: bool  # every layer is causal
@@ -148,7 +146,8 @@ class ModelShape:
 
 def measure_shape(model: Any, setting: Setting) -> ModelShape:
     """Return the shape of a model, which may be on `meta`."""
-    family = _family(model)
+    model_type = model.config.model_type
+    family: Family = DENSE_FAMILIES[model_type] if model_type in DENSE_FAMILIES else moe_family(model)
     sites_by_layer = {id(site.layer_modules.layer): site for site in moe_layers(model)}
     layers: list[LayerShape] = []
     inside: set[int] = set()
@@ -158,14 +157,15 @@ def measure_shape(model: Any, setting: Setting) -> ModelShape:
         layers.append(_layer_shape(family, name, layer, site, setting, experts))
         experts = experts if site is None else site.size[1]
         inside.update(id(module) for module in layer.modules())
-    outside, per_sequence = 0.0, 0.0
+    outside = 0.0
     for name, module in model.named_modules():
-        if id(module) not in inside and (size := _linear_flops(module)):
-            if _runs_once_per_sequence(model, name):
-                per_sequence += size
-            else:
-                patches = (setting.sequence - 1) / setting.sequence if isinstance(module, nn.Conv2d) else 1.0
-                outside += size * patches  # the first token of an image is not a patch
+        if id(module) not in inside:
+            rows, steps = setting.sequence, name.split(".")
+            if "pooler" in steps or (steps[0] == "classifier" and "TokenClassification" not in type(model).__name__):
+                rows = 1
+            elif isinstance(module, nn.Conv2d):
+                rows -= 1  # the first token of an image is not a patch
+            outside += _linear_flops(module) * rows / setting.sequence
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     return ModelShape(
         model_type=family.model_type,
@@ -173,25 +173,10 @@ def measure_shape(model: Any, setting: Setting) -> ModelShape:
         trained=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         layers=tuple(layers),
         outside_flops=outside,
-        outside_flops_per_sequence=per_sequence,
         vocabulary=0 if head is None else head.weight.shape[0],
         dim=layers[-1].dim,
         decodes=all(_causal(layer.get_submodule(family.attention)) for _, layer in _transformer_layers(family, model)),
     )
-
-
-def sequence_lengths(config: Any) -> tuple[int | None, int | None]:
-    """Return the fixed length of an image model and the largest length of a text model; None for what does not apply."""
-    patch = getattr(config, "patch_size", None)
-    if patch:
-        return (int(config.image_size) // int(patch)) ** 2 + 1, None
-    longest = getattr(config, "max_position_embeddings", None)
-    return None, None if longest is None else int(longest)
-
-
-def _family(model: Any) -> Family:
-    model_type = model.config.model_type
-    return DENSE_FAMILIES[model_type] if model_type in DENSE_FAMILIES else moe_family(model)
 
 
 def _transformer_layers(family: Family, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -214,41 +199,30 @@ def _layer_shape(
     previous_experts: int | None,
 ) -> LayerShape:
     attention_block = family.attention.split(".")[0] + "."
-    of_experts: set[int] = set()
-    if site is not None:
-        of_experts = {id(module) for module in site.experts.modules()} | {
-            id(module) for module in _gate_module(site).modules()
-        }
+    routed = () if site is None else (site.experts, _gate_module(site))
+    of_experts = {id(module) for block in routed for module in block.modules()}
     projections, dense, widths = 0.0, 0.0, 0
+    # Dropout or a norm (BERT's) that reads the output of the feed-forward network saves its input.
+    is_saved = isinstance(family, DenseFamily) and bool(family.bypassed)
     for path, module in layer.named_modules():
-        if id(module) in of_experts or not _linear_flops(module):
-            continue
         if path.startswith(attention_block):
             projections += _linear_flops(module)
-        else:
+        elif id(module) not in of_experts and _linear_flops(module):
             dense += _linear_flops(module)
             widths += _output_width(module)
+        elif isinstance(module, nn.Dropout):
+            is_saved = is_saved or module.p > 0
     attention = _attention_shape(family, layer, projections, setting)
-    dim = _output_width(layer.get_submodule(family.projection))
     return LayerShape(
         name=name,
-        dim=dim,
+        dim=_output_width(layer.get_submodule(family.projection)),
         parameters=sum(parameter.numel() for parameter in layer.parameters()),
         attention=attention,
         dense=dense,
         dense_widths=widths,
         sparse=None if site is None else _sparse_shape(site, attention, setting, previous_experts),
-        continues_after_experts=dense > 0 or _has_dropout_or_norm_after(family, layer),
+        continues_after_experts=dense > 0 or is_saved,
     )
-
-
-def _has_dropout_or_norm_after(family: Family, layer: nn.Module) -> bool:
-    """Return whether dropout or a norm (BERT's) reads the output of the feed-forward network."""
-    attention_block = family.attention.split(".")[0] + "."
-    drops = (
-        m.p > 0 for path, m in layer.named_modules() if isinstance(m, nn.Dropout) and not path.startswith(attention_block)
-    )
-    return any(drops) or (isinstance(family, DenseFamily) and bool(family.bypassed))
 
 
 def _attention_shape(family: Family, layer: nn.Module, projections: float, setting: Setting) -> AttentionShape:
@@ -260,13 +234,18 @@ def _attention_shape(family: Family, layer: nn.Module, projections: float, setti
     groups = int(getattr(attention, "num_key_value_groups", 1))
     key = int(getattr(attention, "qk_head_dim", value))
     latent = getattr(attention, "kv_lora_rank", None)  # then keys and values are cached before they are projected to heads
+    keys = float(setting.sequence)  # a token attends to N, causally (N + 1) / 2, in a window w - w (w - 1) / 2N on average
+    if _causal(attention) and setting.causal_half:
+        window = _window(attention, config)
+        width = setting.sequence if window is None else min(window, setting.sequence)
+        keys = width - width * (width - 1) / (2 * setting.sequence)
     return AttentionShape(
         heads=heads,
         key_heads=heads // groups,
         key_width=key,
         value_width=value,
         cached=heads // groups * (key + value) if latent is None else int(latent + attention.qk_rope_head_dim),
-        keys=_attended_tokens(setting, _causal(attention), _window(attention, config)),
+        keys=keys,
         projections=projections,
     )
 
@@ -278,15 +257,6 @@ def _window(attention: Any, config: Any) -> int | None:
     kinds = getattr(config, "layer_types", None)
     slides = kinds is None or kinds[attention.layer_idx] == "sliding_attention"
     return getattr(config, "sliding_window", None) if slides else None
-
-
-def _attended_tokens(setting: Setting, causal: bool, window: int | None = None) -> float:
-    """Return how many tokens a token attends to on average: N, causally (N + 1) / 2, in a window w - w (w - 1) / 2N."""
-    length = setting.sequence
-    if not causal or not setting.causal_half:
-        return float(length)
-    width = length if window is None else min(window, length)
-    return width - width * (width - 1) / (2 * length)
 
 
 def _sparse_shape(
@@ -306,12 +276,19 @@ def _sparse_shape(
         number=setting.number_bytes,
         expert_parameters=parameters // experts,
         # Without the window: it masks the mixing weights, but their product is computed in full.
-        causal=setting.causal_half and _causal(site.layer_modules.attention),
+        causal=_causal(site.layer_modules.attention),
         previous_experts=experts if previous_experts is None else previous_experts,
     )
-    costs, flops, notes = (
-        _native_gate(sizes) if router is None else _router_costs(router, sizes, next(site.experts.parameters()).device)
-    )
+    if router is None:  # the family's own gate
+        k, forward = int(site.gate.top_k), 2.0 * dim * experts
+        check_k(k, experts)
+        costs, flops = [Cost("score", kept=8.0 * experts)], {"score": PartFlops(forward, 3 * forward, forward)}
+        notes, active = list[str](), ActiveExperts(k, k, k)
+    else:
+        costs, flops, notes = _router_costs(router, sizes, next(site.experts.parameters()).device)
+        at_most = ActiveExperts(experts, experts, experts, f"{REGISTRY.name_of(router.select)}: at most")
+        declared = router.select.declares.active
+        active = at_most if declared is None else declared(sizes)
     return SparseShape(
         experts=experts,
         parameters=parameters,
@@ -319,20 +296,19 @@ def _sparse_shape(
         hidden=min(matrices) // (experts * dim),
         gated=max(matrices) > min(matrices),
         runs_holdfast=site.family is None or (router is not None and router.select.ragged),
-        active=_native_active_experts(site) if router is None else _active_experts(router, sizes),
-        costs=costs,
+        active=active,
+        costs=tuple(costs),
         part_flops=flops,
-        notes=notes,
+        notes=tuple(notes),
         router_parameters=sum(parameter.numel() for parameter in _gate_module(site).parameters()),
         state=0 if router is None else state_bytes(router),
         kind="moe" if router is None else router.select.layer_kind,
     )
 
 
-RouterCosts = tuple[tuple[Cost, ...], dict[str, PartFlops], tuple[str, ...]]
-
-
-def _router_costs(router: Router, sizes: LayerSizes, device: torch.device) -> RouterCosts:
+def _router_costs(
+    router: Router, sizes: LayerSizes, device: torch.device
+) -> tuple[list[Cost], dict[str, PartFlops], list[str]]:
     """Return what the parts of a router declare, their FLOPs by row, and what is not known."""
     costs, flops, notes = list[Cost](), dict[str, PartFlops](), list[str]()
     for part in router.all_parts:
@@ -350,16 +326,7 @@ def _router_costs(router: Router, sizes: LayerSizes, device: torch.device) -> Ro
     if (layer_cost := router.select.declares.layer_cost) is not None:
         costs.append(cost := layer_cost(sizes))
         flops[cost.part] = PartFlops(cost.flops, 3 * cost.flops, cost.flops)
-    return tuple(costs), flops, tuple(notes)
-
-
-def _active_experts(router: Router, sizes: LayerSizes) -> ActiveExperts:
-    """Return what the selector declares; all experts if it declares nothing."""
-    declared = router.select.declares.active
-    if declared is not None:
-        return declared(sizes)
-    name = REGISTRY.name_of(router.select)
-    return ActiveExperts(sizes.experts, sizes.experts, sizes.experts, f"{name}: at most")
+    return costs, flops, notes
 
 
 # Layers of a model, and the routers of a plan, often have equal parts, which are counted once.
@@ -435,7 +402,14 @@ def _run(
     _set_mode(part, training, learning)
     # A plan is made by one process, also in a distributed run: its statistics are not summed over ranks.
     with counting() as forward, patch.object(torch.distributed, "is_initialized", lambda: False):
-        outputs = _outputs(part, tokens, logits, gates, context)
+        if isinstance(part, Selector):
+            selected = part(Scores(logits, gates, informed=False, raw=logits), tokens, context)
+            of_slots = [rows for rows in (selected.dispatch, selected.shares) if rows is not None]
+            outputs = [selected.weights, *selected.losses.values(), *of_slots]
+        elif isinstance(part, Informer):
+            outputs = [part(gates, logits, tokens, context)]
+        else:
+            outputs = [part(logits, tokens) if isinstance(part, Noise) else part(tokens, context)]
     with counting() as backward:
         total = torch.stack([output.sum() for output in outputs]).sum()
         if training and total.requires_grad:
@@ -448,19 +422,6 @@ def _set_mode(part: Part, training: bool, learning: bool) -> None:
     for module in part.modules():
         if isinstance(module, Part):
             module.learning = learning
-
-
-def _outputs(part: Part, tokens: Tensor, logits: Tensor, gates: Tensor, context: Context) -> list[Tensor]:
-    if isinstance(part, Selector):
-        selected = part(Scores(logits, gates, informed=False, raw=logits), tokens, context)
-        of_slots = [rows for rows in (selected.dispatch, selected.shares) if rows is not None]
-        return [selected.weights, *selected.losses.values(), *of_slots]
-    if isinstance(part, Informer):
-        return [part(gates, logits, tokens, context)]
-    if isinstance(part, Noise):
-        return [part(logits, tokens)]
-    assert isinstance(part, Score)
-    return [part(tokens, context)]
 
 
 def state_bytes(router: Router) -> int:
@@ -483,18 +444,6 @@ def _gate_module(site: MoELayerRef) -> nn.Module:
     return site.router
 
 
-def _native_active_experts(site: MoELayerRef) -> ActiveExperts:
-    k = int(site.gate.top_k)
-    check_k(k, site.size[1])
-    return ActiveExperts(k, k, k)
-
-
-def _native_gate(sizes: LayerSizes) -> RouterCosts:
-    """Return the same as `_router_costs`, of a family's own gate."""
-    forward = 2.0 * sizes.dim * sizes.experts
-    return (Cost("score", kept=8.0 * sizes.experts),), {"score": PartFlops(forward, 3 * forward, forward)}, ()
-
-
 def _linear_flops(module: nn.Module) -> float:
     """Return the FLOPs per row of a linear map; 0 for any other module."""
     from transformers.pytorch_utils import Conv1D
@@ -509,84 +458,39 @@ def _output_width(module: Any) -> int:
     return int(module.weight.shape[1 if isinstance(module, Conv1D) else 0])
 
 
-def _runs_once_per_sequence(model: Any, name: str) -> bool:
-    """Return whether a linear map outside the layers runs once per sequence."""
-    steps = name.split(".")
-    return "pooler" in steps or (steps[0] == "classifier" and "TokenClassification" not in type(model).__name__)
-
-
 @contextmanager
-def counting(*, causal_half: bool = True) -> Iterator[Any]:
-    """Count the FLOPs of the matrix products inside the `with`, including those of Holdfast's operators.
-
-    causal_half     count the half of the pairs of tokens that causal mixing needs; False: the full square
-    """
+def counting() -> Iterator[Any]:
+    """Count the FLOPs of the matrix products inside the `with`, including those of Holdfast's operators."""
     from torch.utils.flop_counter import FlopCounterMode  # imports Triton
 
-    with FlopCounterMode(display=False, custom_mapping=_operator_flops(causal_half)) as counter:
+    ops = torch.ops.holdfast
+    flops = {  # by the shapes of operands
+        ops.matmul_float32: lambda left, right, **_: 2 * left[0] * left[1] * right[1],
+        ops.softmax_mix: lambda *operands, **_: _mix(1, 1, operands),
+        # After the gradients and the results; it computes the scores again.
+        ops.softmax_mix_backward: lambda *operands, **_: _mix(3, 2, operands[4:]),
+        ops.attention_entropy: _entropy,
+        ops.gather_mm: lambda tokens, weight, index, *_, **__: 2 * index[0] * weight[1] * weight[2],
+        ops.gather_mm_backward: lambda grad, tokens, weight, *_, **__: 4 * grad[0] * weight[1] * weight[2],
+        ops.mm_combine: lambda hidden, weight, *_, **__: 2 * hidden[0] * weight[1] * weight[2],
+        ops.mm_combine_backward: lambda grad, hidden, weight, *_, **__: 4 * hidden[0] * weight[1] * weight[2],
+    }
+    with FlopCounterMode(display=False, custom_mapping=flops) as counter:
         yield counter
 
 
-def _operator_flops(causal_half: bool) -> dict[Any, Callable[..., int]]:
-    ops = torch.ops.holdfast
-    return {
-        ops.matmul_float32: _matmul,
-        ops.softmax_mix: partial(_mix, causal_half),
-        ops.softmax_mix_backward: partial(_mix_backward, causal_half),
-        ops.attention_entropy: partial(_entropy, causal_half),
-        ops.gather_mm: _gather,
-        ops.gather_mm_backward: _gather_backward,
-        ops.mm_combine: _combine,
-        ops.mm_combine_backward: _combine_backward,
-    }
-
-
-def _matmul(left: Shape, right: Shape, **_: Any) -> int:
-    return 2 * left[0] * left[1] * right[1]
-
-
-def _mix(causal_half: bool, *operands: Any, **_: Any) -> int:
-    pairs, width, gates = _mixed(causal_half, operands)
-    return 2 * pairs * (width + gates)
-
-
-def _mix_backward(causal_half: bool, *operands: Any, **_: Any) -> int:
-    pairs, width, gates = _mixed(causal_half, operands[4:])  # after the gradients and the results
-    return 2 * pairs * (3 * width + 2 * gates)  # it computes the scores again
-
-
-def _mixed(causal_half: bool, operands: Sequence[Any]) -> tuple[int, int, int]:
-    """Return the pairs of tokens, the width of the vectors that are compared, and the number of gates."""
+def _mix(products: int, sums: int, operands: Sequence[Any]) -> int:
+    """Return the FLOPs of so many products of two tokens' vectors, and of so many weighted sums of gates."""
     query, key, value, second, *_, causal, _, _ = operands[:15]
-    return (
-        query[0] * _pairs(query[1], key[1], causal and causal_half),
-        query[2] + (0 if second is None else second[2]),
-        value[2],
-    )
+    width = query[2] + (0 if second is None else second[2])
+    return 2 * query[0] * _pairs(query[1], key[1], causal) * (products * width + sums * value[2])
+
+
+def _entropy(query: Shape, key: Shape, *settings: Any, out_shape: Any, **_: Any) -> int:
+    # `out_shape` has the sampled queries.
+    return 2 * prod(query[:2]) * query[3] * _pairs(query[2], key[2], settings[2]) * out_shape[2] // query[2]
 
 
 def _pairs(queries: int, keys: int, causal: bool) -> int:
     """Return the pairs of a query and a key that it sees: causal attention needs half of the square, and the diagonal."""
     return queries * (2 * keys - queries + 1) // 2 if causal else queries * keys
-
-
-def _entropy(causal_half: bool, query: Shape, key: Shape, *settings: Any, out_shape: Any, **_: Any) -> int:
-    # `out_shape` has the sampled queries.
-    every = _pairs(query[2], key[2], settings[2] and causal_half)
-    return 2 * prod(query[:2]) * query[3] * every * out_shape[2] // query[2]
-
-
-def _gather(tokens: Shape, weight: Shape, index: Shape, *_: Any, **__: Any) -> int:
-    return 2 * index[0] * weight[1] * weight[2]
-
-
-def _gather_backward(grad: Shape, tokens: Shape, weight: Shape, *_: Any, **__: Any) -> int:
-    return 4 * grad[0] * weight[1] * weight[2]
-
-
-def _combine(hidden: Shape, weight: Shape, *_: Any, **__: Any) -> int:
-    return 2 * hidden[0] * weight[1] * weight[2]
-
-
-def _combine_backward(grad: Shape, hidden: Shape, weight: Shape, *_: Any, **__: Any) -> int:
-    return 4 * hidden[0] * weight[1] * weight[2]

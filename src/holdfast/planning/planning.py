@@ -59,9 +59,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from holdfast.errors import unknown_name
+from holdfast.errors import require_known
 from holdfast.planning.meta_model import Change, Choice, build_on_meta, default_routers, read_config, require_own_weights
-from holdfast.planning.model_shape import LayerShape, ModelShape, Setting, measure_shape, sequence_lengths
+from holdfast.planning.model_shape import LayerShape, ModelShape, Setting, measure_shape
 from holdfast.routing.declarations import FLOAT, INTEGER
 
 DTYPES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -94,46 +94,32 @@ class Flops:
         return self.projections + self.mixing + self.dense + self.experts + self.head + self.router
 
 
-def forward_flops(shape: ModelShape, setting: Setting) -> Flops:
+def forward_flops(shape: ModelShape) -> Flops:
     """Return the FLOPs of inference: one forward over a sequence."""
-    return _flops(shape, setting, experts_as="inference", part="forward", times=1)
+    return _flops(shape, 1, 1, "inference", "forward")
 
 
-def training_flops(shape: ModelShape, setting: Setting, checkpointing: bool = False) -> Flops:
+def training_flops(shape: ModelShape, checkpointing: bool = False) -> Flops:
     """Return the FLOPs of a training step: forward, backward and the routers' state updates.
 
     Checkpointing adds a second forward of every layer, in which routers update no state.
     """
-    step = _flops(shape, setting, experts_as="training", part="training", times=3)
-    if not checkpointing:
-        return step
-    again = _flops(shape, setting, experts_as="training", part="again", times=1)
-    return Flops(
-        projections=step.projections + again.projections,
-        mixing=step.mixing + again.mixing,
-        dense=step.dense + again.dense,
-        experts=step.experts + again.experts,
-        head=step.head,
-        parts={name: step.parts[name] + again.parts[name] for name in step.parts},
-    )
+    again = ("again",) if checkpointing else ()
+    return _flops(shape, 3 + len(again), 3, "training", "training", *again)
 
 
-def _flops(shape: ModelShape, setting: Setting, *, experts_as: str, part: str, times: int) -> Flops:
+def _flops(shape: ModelShape, times: int, head_times: int, active: str, *of_parts: str) -> Flops:
+    """Return the FLOPs of layers that run so many times; `of_parts` are the fields of `PartFlops` to add up."""
     parts: dict[str, float] = {}
-    experts = 0.0
-    for layer in shape.layers:
-        if (sparse := layer.sparse) is None:
-            continue
-        used = getattr(sparse.active, experts_as)
-        experts += times * sparse.flops * used
+    for sparse in shape.sparse:
         for name, flops in sparse.part_flops.items():
-            parts[name] = parts.get(name, 0.0) + getattr(flops, part)
+            parts[name] = parts.get(name, 0.0) + sum(getattr(flops, run) for run in of_parts)
     return Flops(
         projections=times * sum(layer.attention.projections for layer in shape.layers),
         mixing=times * sum(layer.attention.mixing for layer in shape.layers),
         dense=times * sum(layer.dense for layer in shape.layers),
-        experts=experts,
-        head=times * (shape.outside_flops + shape.outside_flops_per_sequence / setting.sequence),
+        experts=times * sum(sparse.flops * getattr(sparse.active, active) for sparse in shape.sparse),
+        head=head_times * shape.outside_flops,
         parts=parts,
     )
 
@@ -251,69 +237,34 @@ def layouts(
     shape: ModelShape, memory: TrainingMemory, *, gpus: int, tokens: int, number_bytes: int, checkpointing: bool = False
 ) -> list[Layout]:
     """Return the layouts "ddp", "fsdp" and "expert". `tokens` is the number of tokens of one GPU."""
-    summed = statistics_bytes(shape) + (recomputed_statistics_bytes(shape) if checkpointing else 0)
-    forwards = 2 if checkpointing else 1
-    sent_by_routers = all_reduce_bytes(float(summed), gpus) + forwards * tokens * gathered_bytes(shape) * (gpus - 1)
-    return [
-        _ddp(memory, gpus, sent_by_routers),
-        _fsdp(shape, memory, gpus, number_bytes, sent_by_routers),
-        _expert_parallel(shape, memory, gpus, tokens, number_bytes, sent_by_routers, checkpointing),
-    ]
+    costs = [cost for sparse in shape.sparse for cost in sparse.costs]
+    summed = sum(cost.summed + (cost.summed_again if checkpointing else 0) for cost in costs)
+    gathered = (2 if checkpointing else 1) * tokens * sum(cost.gathered for cost in costs)
+    by_routers = all_reduce_bytes(float(summed), gpus) + gathered * (gpus - 1)
+    sharded, activations = memory.held - memory.state, memory.activations
+    ddp = Layout("ddp", memory.held, 0.0, activations, all_reduce_bytes(memory.gradients, gpus), 0.0, by_routers)
 
+    two_layers = 2 * number_bytes * max(layer.parameters for layer in shape.layers) if gpus > 1 else 0.0
+    sent = (2 * memory.weights + memory.gradients) * (gpus - 1) / gpus
+    fsdp = Layout("fsdp", sharded / gpus + memory.state, two_layers, activations, sent, 0.0, by_routers)
 
-def gathered_bytes(shape: ModelShape) -> float:
-    """Return the bytes per token that the routers of a rank send to each other rank in one training forward."""
-    return sum(cost.gathered for sparse in shape.sparse for cost in sparse.costs)
-
-
-def statistics_bytes(shape: ModelShape) -> int:
-    """Return the bytes of the statistics that routers sum over ranks in one training forward."""
-    return sum(cost.summed for sparse in shape.sparse for cost in sparse.costs)
-
-
-def recomputed_statistics_bytes(shape: ModelShape) -> int:
-    """Return the bytes of the statistics that routers sum over ranks in a recomputation."""
-    return sum(cost.summed_again for sparse in shape.sparse for cost in sparse.costs)
-
-
-def all_reduce_bytes(size: float, gpus: int) -> float:
-    """Return the bytes that each GPU sends in a ring all-reduce of `size` bytes."""
-    return 2 * size * (gpus - 1) / gpus
-
-
-def _ddp(memory: TrainingMemory, gpus: int, summed: float) -> Layout:
-    return Layout("ddp", memory.held, 0.0, memory.activations, all_reduce_bytes(memory.gradients, gpus), 0.0, summed)
-
-
-def _fsdp(shape: ModelShape, memory: TrainingMemory, gpus: int, number_bytes: int, summed: float) -> Layout:
-    share = (gpus - 1) / gpus
-    sharded = memory.held - memory.state
-    gathered = 2 * number_bytes * max(layer.parameters for layer in shape.layers) if gpus > 1 else 0.0
-    sent = (2 * memory.weights + memory.gradients) * share
-    return Layout("fsdp", sharded / gpus + memory.state, gathered, memory.activations, sent, 0.0, summed)
-
-
-def _expert_parallel(
-    shape: ModelShape,
-    memory: TrainingMemory,
-    gpus: int,
-    tokens: int,
-    number_bytes: int,
-    summed: float,
-    checkpointing: bool,
-) -> Layout:
     shards = math.gcd(gpus, *(sparse.experts for sparse in shape.sparse))
     experts = shape.expert_parameters / shape.parameters
-    held = (memory.held - memory.state) * (1 - experts + experts / shards) + memory.state
+    held = sharded * (1 - experts + experts / shards) + memory.state
     exchanged = tokens * sum(
         mean_other_ranks(sparse.experts, sparse.active.training, shards)
         * exchanged_bytes(layer, number_bytes, checkpointing)
         for layer in shape.layers
         if (sparse := layer.sparse) is not None
     )
-    replicated = all_reduce_bytes(memory.gradients * (1 - experts), gpus)
-    own = all_reduce_bytes(memory.gradients * experts / shards, gpus // shards)
-    return Layout("expert", held, 0.0, memory.activations, replicated + own, exchanged, summed)
+    sent = all_reduce_bytes(memory.gradients * (1 - experts), gpus)
+    sent += all_reduce_bytes(memory.gradients * experts / shards, gpus // shards)
+    return [ddp, fsdp, Layout("expert", held, 0.0, activations, sent, exchanged, by_routers)]
+
+
+def all_reduce_bytes(size: float, gpus: int) -> float:
+    """Return the bytes that each GPU sends in a ring all-reduce of `size` bytes."""
+    return 2 * size * (gpus - 1) / gpus
 
 
 def mean_other_ranks(experts: int, used: float, ranks: int) -> float:
@@ -350,8 +301,7 @@ class Workload:
     gpu_memory: float = 80.0  # GiB
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ValueError(unknown_name("dtype", self.dtype, DTYPES))
+        require_known("dtype", self.dtype, DTYPES)
         for name in ("sequence", "batch", "gpus", "gpu_memory"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
@@ -475,13 +425,14 @@ def _explain_config_errors(model: str) -> Iterator[None]:
 
 
 def _sequence(config: Any, requested: int | None) -> int:
-    fixed, longest = sequence_lengths(config)
-    if fixed is not None:
+    if patch := getattr(config, "patch_size", None):
+        fixed = (int(config.image_size) // int(patch)) ** 2 + 1
         if requested not in (None, fixed):
             raise ValueError(f"sequence is {requested}, but the images of this model have {fixed} tokens; leave it out.")
         return fixed
+    longest = getattr(config, "max_position_embeddings", None)
     if requested is None:
-        return DEFAULT_SEQUENCE if longest is None else min(DEFAULT_SEQUENCE, longest)
+        return DEFAULT_SEQUENCE if longest is None else min(DEFAULT_SEQUENCE, int(longest))
     if longest is not None and requested > longest:
         raise ValueError(f"sequence is {requested}, but the model has {longest} positions (max_position_embeddings).")
     return requested
@@ -499,8 +450,8 @@ def _plan_router(label: str, shape: ModelShape, setting: Setting, workload: Work
         router_parameters=shape.router_parameters,
         experts_a_token=sum(sparse.active.inference for sparse in shape.sparse) / len(shape.sparse),
         about="; ".join(sorted(notes - {""})),
-        forward=forward_flops(shape, setting),
-        training=training_flops(shape, setting, checkpointing),
+        forward=forward_flops(shape),
+        training=training_flops(shape, checkpointing),
         activations={
             name: tokens * activation_bytes(shape, number_bytes, checkpointed)
             for name, checkpointed in (("kept", False), ("checkpointed", True))

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from holdfast.errors import unknown_name
+from holdfast.errors import require_known
 from holdfast.kernels.select import TINY, top
 from holdfast.routing.assignment import assign_balanced
 from holdfast.routing.declarations import (
@@ -60,20 +60,17 @@ class ExpertChoice(Selector):
                 the tokens of the batch in evaluation, too, so that a model cannot generate
     """
 
+    training_traits = BATCH_WIDE
+
     def __init__(self, experts: int, k: int, *, factor: float = 1.0, evaluate: Literal["top-k", "same"] = "top-k") -> None:
         super().__init__()
         check_k(k, experts)
         if not 0 < factor < math.inf:
             raise ValueError(f"factor is {factor}; the number of tokens of an expert must be positive and finite.")
-        if evaluate not in ("top-k", "same"):
-            raise ValueError(unknown_name("evaluation", evaluate, ("top-k", "same")))
+        require_known("evaluation", evaluate, ("top-k", "same"))
         self.experts, self.k, self.factor, self.evaluate = experts, k, factor, evaluate
         self.ratio = as_ratio(factor)
         self.traits = BATCH_WIDE if evaluate == "same" else Traits()
-
-    @property
-    def training_traits(self) -> Traits:
-        return BATCH_WIDE
 
     def forward(self, scores: Scores, tokens: Tensor, context: Context) -> Selection:
         shares = normalise(scores.gates)
@@ -82,17 +79,13 @@ class ExpertChoice(Selector):
             return Selection(own, shares.gather(-1, own), scores.gates)
         real = context.real_tokens(tokens)
         is_own = torch.zeros_like(shares, dtype=torch.bool).scatter(-1, own, True)
-        chosen = self._chosen(shares.detach(), real).where(real.unsqueeze(-1), is_own)
-        return Selection.of_sets(chosen, shares, scores)._replace(dropped=(~chosen.any(-1)).long())
-
-    def _chosen(self, shares: Tensor, real: Tensor) -> Tensor:
-        """Return (B,N,E) bool: the tokens that each expert takes."""
-        by_expert = shares.where(real.unsqueeze(-1), -1.0).flatten(0, 1).t()  # (E,T)
+        by_expert = shares.detach().where(real.unsqueeze(-1), -1.0).flatten(0, 1).t()  # (E,T)
         places = places_of_each(real.sum() * self.k, self.ratio, self.experts)
         taken = torch.arange(by_expert.shape[1], device=shares.device) < torch.minimum(places, real.sum())
         order = top(by_expert, by_expert.shape[1])
         chosen = torch.zeros_like(by_expert, dtype=torch.bool).scatter(1, order, taken.expand_as(order))
-        return chosen.t().view(shares.shape)
+        chosen = chosen.t().view(shares.shape).where(real.unsqueeze(-1), is_own)
+        return Selection.of_sets(chosen, shares, scores)._replace(dropped=(~chosen.any(-1)).long())
 
     def held_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
         return live.weights_if_same_set(experts, gather_slots(normalise(scores.gates), experts))
@@ -128,6 +121,7 @@ class Sinkhorn(Selector, StatefulPart):
                 batch sets it
     """
 
+    training_traits = BATCH_WIDE
     ragged = False
     running: Tensor  # (E,)
     seen: Tensor  # whether a batch has set `running`
@@ -136,17 +130,12 @@ class Sinkhorn(Selector, StatefulPart):
         super().__init__()
         check_k(k, experts)
         bias = "none" if bias is None else bias
-        if bias not in ("none", "running"):
-            raise ValueError(unknown_name("bias", bias, ("none", "running")))
+        require_known("bias", bias, ("none", "running"))
         self.experts, self.k, self.has_bias = experts, k, bias == "running"
         if self.has_bias:
             self.register_buffer("running", torch.zeros(experts))
             self.register_buffer("seen", flag())
             self.register_statistics(potentials=torch.zeros(experts), tokens=torch.zeros((), dtype=torch.int64))
-
-    @property
-    def training_traits(self) -> Traits:
-        return BATCH_WIDE
 
     def new_state(self) -> dict[str, Tensor]:
         if not self.has_bias:
@@ -211,16 +200,13 @@ class BaseAssignment(Selector):
     experts. It compares the scores of different tokens, which gates do not keep, so it takes no informer.
     """
 
+    training_traits = BATCH_WIDE
     ragged = False
 
     def __init__(self, experts: int, k: int) -> None:
         super().__init__()
         check_k(k, experts)
         self.experts, self.k = experts, k
-
-    @property
-    def training_traits(self) -> Traits:
-        return BATCH_WIDE
 
     def forward(self, scores: Scores, tokens: Tensor, context: Context) -> Selection:
         experts = top(scores.key, self.k)

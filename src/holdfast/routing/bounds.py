@@ -11,7 +11,7 @@ from typing import Literal, final, get_args
 import torch
 from torch import Tensor
 
-from holdfast.errors import unknown_name
+from holdfast.errors import require_known
 
 Norm = Literal["l2", "linf"]
 NORMS: tuple[Norm, ...] = get_args(Norm)
@@ -19,8 +19,7 @@ ABOVE = 1 + 1e-9  # a factor for every upper bound: float64 rounds too
 
 
 def check_norm(norm: str) -> None:
-    if norm not in NORMS:
-        raise ValueError(unknown_name("norm", norm, NORMS))
+    require_known("norm", norm, NORMS)
 
 
 def lengths(rows: Tensor, norm: Norm) -> Tensor:

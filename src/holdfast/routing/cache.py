@@ -42,15 +42,10 @@ class RouterCache:
         """Return the rows of the `count` current tokens, of `rows (B, M, ...)` of all tokens."""
         return rows[:, rows.shape[1] - count :]
 
-    def length(self, name: str) -> int:
-        """Return the number of tokens with a row under `name`."""
-        return self._rows[name].shape[1] if name in self._rows else 0
-
     @property
     def tokens(self) -> int:
         """The number of tokens with rows."""
-        lengths = [rows.shape[1] for rows in self._rows.values()]
-        return max(lengths) if lengths else 0
+        return max((rows.shape[1] for rows in self._rows.values()), default=0)
 
     @property
     def bytes(self) -> int:
@@ -79,16 +74,12 @@ class RouterCache:
 class StaticRouterCache:
     """The rows of one layer of a static KV cache, by name, each `(B, length, ...)`: row i belongs to position i.
 
-    `at` returns the `RouterCache` of one forward.
+    `RowsAtPositions` is the `RouterCache` of one forward.
     """
 
     def __init__(self, length: int) -> None:
         self.length, self.is_empty = length, True
         self._rows: dict[str, Tensor] = {}
-
-    def at(self, positions: Tensor | None) -> RouterCache:
-        """Return the rows for a forward of the tokens at `positions (n,)`; None: the first tokens."""
-        return _RowsAtPositions(self, positions)
 
     def write(self, name: str, rows: Tensor, positions: Tensor | None) -> Tensor:
         """Write the `rows (B, n, ...)` of the current tokens; return the rows of all tokens.
@@ -97,23 +88,14 @@ class StaticRouterCache:
         those that are not written yet.
         """
         if positions is None:
-            self._allocated(name, rows)[:, : rows.shape[1]] = rows
+            shape, stored = (rows.shape[0], self.length, *rows.shape[2:]), self._rows.get(name)
+            if stored is None or stored.shape != shape or stored.dtype != rows.dtype or stored.device != rows.device:
+                stored = self._rows[name] = rows.new_zeros(shape)
+                if not torch.compiler.is_compiling():  # as transformers does for keys and values, for CUDA graphs
+                    keep_address(stored)
+            stored[:, : rows.shape[1]] = rows
             return rows
         return self._rows[name].index_copy_(1, positions, rows)
-
-    def _allocated(self, name: str, like: Tensor) -> Tensor:
-        shape = (like.shape[0], self.length, *like.shape[2:])
-        stored = self._rows.get(name)
-        if stored is None or stored.shape != shape or stored.dtype != like.dtype or stored.device != like.device:
-            stored = self._rows[name] = torch.zeros(shape, dtype=like.dtype, device=like.device)
-            if not torch.compiler.is_compiling():  # as transformers does for keys and values: CUDA graphs may then write it
-                keep_address(stored)
-        return stored
-
-    @property
-    def bytes(self) -> int:
-        """The memory of all rows, in bytes."""
-        return sum(rows.numel() * rows.element_size() for rows in self._rows.values())
 
     def reorder(self, sequences: Tensor) -> None:
         """Replace sequence i by sequence `sequences[i]`, for beam search. This can also select a part of the batch."""
@@ -141,8 +123,8 @@ class StaticRouterCache:
         self._rows = {}
 
 
-class _RowsAtPositions(RouterCache):
-    """The rows of a static cache in one forward."""
+class RowsAtPositions(RouterCache):
+    """The rows of a static cache in a forward of the tokens at `positions (n,)`; None: the first tokens."""
 
     def __init__(self, store: StaticRouterCache, positions: Tensor | None) -> None:
         super().__init__()
@@ -216,11 +198,11 @@ def static_router_cache_of(cache_layer: Any, length: int, router_number: int) ->
     if not rows.is_empty:
         positions = torch.arange(length, device=cache_layer.cumulative_length.device) - length
         positions = positions + cache_layer.cumulative_length
-        return rows.at(positions), positions
+        return RowsAtPositions(rows, positions), positions
     if cache_layer.rows_owner != router_number:
         rows.clear()
     cache_layer.rows_owner, rows.is_empty = router_number, False
-    return rows.at(None), None
+    return RowsAtPositions(rows, None), None
 
 
 def _unknown_tokens(past: int, known: int) -> ValueError:

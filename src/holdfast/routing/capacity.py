@@ -22,7 +22,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from holdfast.errors import unknown_name
+from holdfast.errors import require_known
 from holdfast.kernels.operators import EVERYWHERE, operator
 from holdfast.kernels.select import ordered_keys, top
 from holdfast.routing.balanced import BATCH_WIDE, as_ratio, places_of_each
@@ -68,17 +68,14 @@ class Capacity(Selector):
         super().__init__()
         if not 0 < factor < math.inf:
             raise ValueError(f"factor is {factor}; the capacity of an expert must be positive and finite.")
-        if policy not in POLICIES:
-            raise ValueError(unknown_name("policy", policy, POLICIES))
-        if order not in ORDERS:
-            raise ValueError(unknown_name("order", order, ORDERS))
+        require_known("policy", policy, POLICIES)
+        require_known("order", order, ORDERS)
         if (reason := base.declares.not_limited) is not None:
             raise ValueError(f"a capacity cannot limit {type(base).__name__}: {reason}; remove one of them.")
         self.base, self.experts, self.factor, self.policy, self.order = base, experts, factor, policy, order
         self.ratio = as_ratio(factor)
         self.traits = BATCH_WIDE & base.traits
         self.gate = base.gate
-        self.noise, base.noise = base.noise, None  # the router adds the noise of its own selector, which is this one
 
     @property
     def wrapped(self) -> tuple[Selector, ...]:
@@ -222,12 +219,11 @@ def _limit_rows(
     preferences, wanted = preferences.long(), wanted.long()
     places = places_of_each(wanted.sum(), as_ratio(factor), gates.shape[1])
     priorities = _priorities(gates, preferences, by_position)
-    limited = LIMITS[POLICIES[policy]](preferences, wanted, priorities, places)
+    if POLICIES[policy] == "drop":
+        limited = _keep_best(preferences < wanted, priorities, places)
+    else:
+        limited = (_next if POLICIES[policy] == "next" else _reroute)(preferences, wanted, priorities, places)
     return torch.zeros_like(requested).index_put((real,), limited[mine])
-
-
-def _drop(preferences: Tensor, wanted: Tensor, priorities: Tensor, places: Tensor) -> Tensor:
-    return _keep_best(preferences < wanted, priorities, places)
 
 
 def _next(preferences: Tensor, wanted: Tensor, priorities: Tensor, places: Tensor) -> Tensor:
@@ -252,9 +248,6 @@ def _reroute(preferences: Tensor, wanted: Tensor, priorities: Tensor, places: Te
             asked, held = asked | asking, _keep_best(held | asking, priorities, places)
         if not bool(asking.any()):
             return held
-
-
-LIMITS = {"drop": _drop, "next": _next, "reroute": _reroute}
 
 
 def _best_places(preferences: Tensor, allowed: Tensor, lacking: Tensor) -> Tensor:

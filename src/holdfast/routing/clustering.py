@@ -11,13 +11,14 @@ after a change of width (Swin's stages), use the base score. `skip` counts as ta
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from holdfast.errors import unknown_name
+from holdfast.errors import require_known
 from holdfast.kernels import clusters
 from holdfast.kernels.clusters import naive
 from holdfast.kernels.operators import on_side_stream, wait_for_side_stream
@@ -78,14 +79,10 @@ class Clustered(Score, StatefulPart):
     ) -> None:
         super().__init__()
         clusters = experts if clusters is None else clusters
-        for kind, chosen, known in (
-            ("spread", spread, ("mad", "variance", "iqr")),
-            ("kind of scales", scales, ("inverse", "exact")),
-            ("kind of features", features, ("spreads", "random")),
-            ("kind of statistics", stats, ("running", "batch")),
-        ):
-            if chosen not in known:
-                raise ValueError(unknown_name(kind, chosen, known))
+        require_known("spread", spread, ("mad", "variance", "iqr"))
+        require_known("kind of scales", scales, ("inverse", "exact"))
+        require_known("kind of features", features, ("spreads", "random"))
+        require_known("kind of statistics", stats, ("running", "batch"))
         given = {"spread": spread != "mad", "scales": scales != "inverse", "stats": stats != "running"}
         if features == "random" and any(given.values()):
             names = ", ".join(name for name, is_given in given.items() if is_given)
@@ -149,17 +146,14 @@ class Clustered(Score, StatefulPart):
         if context.previous is None or self.is_skipped:
             logits: Tensor = self.base(tokens, context)
             return logits
-        if is_offloaded(self.base):  # the forward of `base`, which would load its weights, does not run
-            with weights_loaded(self.base):
-                return self._clustered(tokens, context, context.previous)
-        return self._clustered(tokens, context, context.previous)
-
-    def _clustered(self, tokens: Tensor, context: Context, previous: Previous) -> Tensor:
-        if self.mix == 1 and isinstance(self.base, LinearScore):
-            return self.base.finish(self._grouped(tokens, self.base.matrix, previous, context.checked_mask(tokens)))
-        features = self.features(tokens, context)
-        assert features is not None
-        return self.base.on_scaled(tokens, *features)
+        # The forward of `base`, which would load its weights, does not run.
+        with weights_loaded(self.base) if is_offloaded(self.base) else nullcontext():
+            if self.mix == 1 and isinstance(self.base, LinearScore):
+                real = context.checked_mask(tokens)
+                return self.base.finish(self._grouped(tokens, self.base.matrix, context.previous, real))
+            features = self.features(tokens, context)
+            assert features is not None
+            return self.base.on_scaled(tokens, *features)
 
     def _grouped(self, tokens: Tensor, matrix: Tensor, previous: Previous, real: Tensor | None) -> Tensor:
         """Return (x * m_c) matrix^T for tokens that have one cluster each (mix = 1); equal to the scales of `features`.

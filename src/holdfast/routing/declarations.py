@@ -365,7 +365,7 @@ class Cost:
     summed_again    of these bytes, those that a recomputation sums again
     gathered        bytes that each rank sends to all others in a training forward and a recomputation
 
-    The conformance suite counts `cached`, `summed` and `gathered`; it does not measure the others.
+    The conformance suite counts `cached`, `summed` and `gathered`, and compares `kept` with what autograd saves.
     """
 
     part: str

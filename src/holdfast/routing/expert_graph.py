@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from holdfast.errors import unknown_name
+from holdfast.errors import require_known
 from holdfast.kernels.fp32_linear import linear_float32
 from holdfast.kernels.operators import snapshot_for_backward
 from holdfast.kernels.select import count_pairs
@@ -63,11 +63,9 @@ class ExpertGraph(Informer, StatefulPart):
             raise ValueError(f"beta is {beta}; it must be at least 0 and below 1, or the graph never changes.")
         if not 0 <= threshold < 1:
             raise ValueError(f"threshold is {threshold}; entries of the graph lie between 0 and 1.")
-        if normalize not in NORMALISED:
-            raise ValueError(unknown_name("normalisation", normalize, NORMALISED))
+        require_known("normalisation", normalize, NORMALISED)
         init = ("identity" if normalize == "sinkhorn" else "zero") if init is None else init
-        if init not in INITIAL:
-            raise ValueError(unknown_name("initialisation", init, INITIAL))
+        require_known("initialisation", init, INITIAL)
         if normalize == "sinkhorn" and init != "identity":
             raise ValueError(f"init is {init!r}; a sinkhorn graph must start at 'identity', which is doubly stochastic.")
         self.k, self.beta, self.normalize, self.threshold, self.decay_unused = k, beta, normalize, threshold, decay_unused
@@ -102,19 +100,6 @@ class ExpertGraph(Informer, StatefulPart):
             snapshot=lambda: {"graph": self.expert_graph()},
             graph=self.expert_graph,
         )
-
-    def spectral_gap(self) -> float:
-        """Return |lambda_1| - |lambda_2|: how fast differences between experts decay."""
-        sizes = torch.linalg.eigvals(self.expert_graph().double()).abs().sort(descending=True).values
-        return float(sizes[0] - sizes[1]) if len(sizes) > 1 else float(sizes[0])
-
-    def rho(self) -> float:
-        """Return |A (I - 11^T/E)|_2: the largest factor of a perturbation of p in g (proposition 1)."""
-        graph = self.expert_graph().double()
-        return float(torch.linalg.matrix_norm(graph - graph.mean(1, keepdim=True), ord=2))
-
-    def extra_repr(self) -> str:
-        return f"experts={self.graph.shape[0]}, k={self.k}, beta={self.beta}, normalize={self.normalize}"
 
 
 def _row(together: Tensor) -> Tensor:

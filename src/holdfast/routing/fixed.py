@@ -273,32 +273,14 @@ def rows_of(table: Tensor, ids: Tensor) -> Tensor:
 
 
 def known_ids(tokens: Tensor, context: Context, vocabulary: int) -> Tensor:
-    """Return (B,N): the ids of `tokens (B,N,d)`; raise ValueError if they are missing or unknown.
-
-    An unknown id of padding is replaced by 0.
-    """
+    """Return (B,N): the ids of `tokens (B,N,d)`; raise ValueError if they are missing or unknown."""
     ids = context.token_ids
     if ids is None:
         raise ValueError(
             "this router chooses experts by token id, and there are none: call the whole model with input_ids, not with "
             "inputs_embeds, or pass Context(token_ids=...)."
         )
-    if ids.shape != tokens.shape[:2] or ids.is_floating_point():
-        raise ValueError(
-            f"token_ids are {ids.dtype} of shape {tuple(ids.shape)}; expected whole numbers of shape "
-            f"{tuple(tokens.shape[:2])}, one for each token."
-        )
-    ids = ids.to(tokens.device)  # a model on several devices has its ids on the first
-    if context.token_mask is not None:
-        ids = ids.where(context.token_mask | ((ids >= 0) & (ids < vocabulary)), 0)
-    if ids.device.type == "cpu" and not torch.compiler.is_compiling() and ids.numel():
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= vocabulary:
-            raise ValueError(
-                f"token_ids are from {low} to {high}, but this router was built for the ids 0 to {vocabulary - 1}; give it "
-                "a larger vocabulary, or the right ids."
-            )
-    return ids
+    return context.known_numbers(ids, "token_ids", vocabulary, tokens)
 
 
 def _whole(parameter: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from holdfast.kernels.select import Amounts, top
+from holdfast.kernels.select import top
 from holdfast.routing.declarations import Conditions, NoCertificate, best, joined_conditions, swap_conditions
 from holdfast.routing.rules import EXCLUDED, Rule, Scores
 from holdfast.routing.selection import Softmax, TopK, check_k
@@ -35,11 +35,6 @@ class GroupedRule(Rule):
     @property
     def name(self) -> str:
         return f"{self.base.name} in groups"
-
-    @property
-    def is_flat(self) -> bool:
-        """Whether all groups are kept, so that there is nothing to choose among them."""
-        return self.top_groups >= self.groups
 
     def group_of(self, device: torch.device) -> Tensor:
         """Return (E,): the group of each expert."""
@@ -64,15 +59,10 @@ class GroupedRule(Rule):
         return self.kept_groups(gates)[..., self.group_of(gates.device)]
 
     def ranks(self, scores: Scores) -> Tensor:
-        ranks = self.base.ranks(scores)
-        return ranks if self.is_flat else ranks.where(self.allowed(scores.gates), EXCLUDED)
+        return self.base.ranks(scores).where(self.allowed(scores.gates), EXCLUDED)
 
     def levels(self, scores: Scores) -> Tensor:
-        levels = self.base.levels(scores)
-        return levels if self.is_flat else levels.where(self.allowed(scores.gates), -torch.inf)
-
-    def amounts(self, scores: Scores) -> Amounts | None:
-        return self.base.amounts(scores) if self.is_flat else None
+        return self.base.levels(scores).where(self.allowed(scores.gates), -torch.inf)
 
     def weigh(self, scores: Scores, experts: Tensor, in_use: Tensor, fade: Tensor | None, k: int) -> Tensor:
         return self.base.weigh(scores, experts, in_use, fade, k)
@@ -82,23 +72,18 @@ class GroupedRule(Rule):
 
         This is more than is needed: a group may leave or enter without changing the set, if it has none of its experts.
         """
-        if self.is_flat:
-            return self.base.conditions(scores, k)
         if self.base.ranks(scores) is not scores.key:
             raise NoCertificate(f"no certificate is known for {self.name}: it ranks experts by more than their gates")
         gates = scores.gates.reshape(-1, self.experts)
         keys = scores.key.reshape(-1, self.experts)
         allowed = self.allowed(gates)
         chosen = best(keys.where(allowed, -torch.inf), k)
-        groups = self._group_conditions(self.kept_groups(gates), chosen)
-        return replace(joined_conditions(swap_conditions(chosen, allowed), groups), chosen=chosen, compares="gates")
-
-    def _group_conditions(self, kept: Tensor, chosen: Tensor) -> Conditions:
-        """Return conditions that the sum of gates of every kept group exceeds that of every other. The index E adds 0."""
-        pairs = swap_conditions(kept)  # of groups; with G in the place of a missing one
-        members = torch.nn.functional.pad(self.members(kept.device), (0, 0, 0, 1), value=self.experts)
+        # The sum of gates of every kept group exceeds that of every other. The index E adds 0.
+        pairs = swap_conditions(self.kept_groups(gates))  # of groups; with G in the place of a missing one
+        members = torch.nn.functional.pad(self.members(gates.device), (0, 0, 0, 1), value=self.experts)
         ahead, behind = (members[side.squeeze(-1)] for side in (pairs.ahead, pairs.behind))
-        return Conditions(ahead, behind, pairs.valid, pairs.way, chosen)
+        groups = Conditions(ahead, behind, pairs.valid, pairs.way, chosen)
+        return replace(joined_conditions(swap_conditions(chosen, allowed), groups), chosen=chosen, compares="gates")
 
 
 class Hierarchical(TopK):
@@ -106,21 +91,17 @@ class Hierarchical(TopK):
 
     groups      number of groups of consecutive experts; None: about the square root of the number of experts
     top_groups  how many groups a token may use; None: half of them, or more if they have fewer than k experts
-    weights     as in `TopK`; `noise`, `noise_std`, `noise_temperature` and `rule` too
+    weights     as in `TopK`; `rule` too
     """
 
     def __init__(
         self,
-        dim: int,
         experts: int,
         k: int,
         *,
         groups: int | None = None,
         top_groups: int | None = None,
         weights: Literal["softmax", "switch"] = "softmax",
-        noise: Literal["gaussian", "uniform", "gumbel"] | None = None,
-        noise_std: float | None = None,
-        noise_temperature: float = 1.0,
         rule: Rule | None = None,
     ) -> None:
         check_k(k, experts)
@@ -138,13 +119,5 @@ class Hierarchical(TopK):
                 f"use at least {needed} groups."
             )
         base = Softmax(renormalise=weights == "softmax") if rule is None else rule
-        super().__init__(
-            dim,
-            experts,
-            k,
-            weights=weights,
-            noise=noise,
-            noise_std=noise_std,
-            noise_temperature=noise_temperature,
-            rule=GroupedRule(base, experts, groups, top_groups),
-        )
+        grouped = GroupedRule(base, experts, groups, top_groups) if top_groups < groups else base
+        super().__init__(experts, k, weights=weights, rule=grouped)

@@ -7,8 +7,8 @@
 The layers that @ chooses from are the MoE layers of a model, or those of them that an argument `layers` has chosen. What a
 layer gets that no router is for depends on the function: `sparsify` gives it `smoe`, `reroute` does not change it.
 
-`k` is an option of every router: `smoe[k=3]`. An argument `k` beside it is an error, unless the name has layers: there it is
-for the layers whose router gives no k of its own.
+`k` is an option of every router whose scores do not decide how many experts a token uses: `smoe[k=3]`. An argument `k`
+beside it is an error, unless the name has layers: there it is for the layers whose router gives no k of its own.
 """
 
 import re
@@ -55,6 +55,8 @@ def resolve_layers(
         return [LayerRouter(NATIVE, given, k)]
     if not isinstance(written, str) or not has_layers(written):
         name, given = REGISTRY.resolve(written, given if k is None else {**given, "k": k})
+        if k is not None:
+            REGISTRY.require_k(name)
         return [LayerRouter(name, given, given.pop("k", None))]
     pairs = [_split_layers(part, written) for part in _BAR.split(written)]
     if sum(layers is None for _, layers in pairs) > 1:
@@ -71,6 +73,11 @@ def resolve_layers(
         own_k = own.pop("k", None)
         found.append(LayerRouter(name, own, k if own_k is None and name != NATIVE else own_k, layers))
     return found
+
+
+def shared_k(written: str, k: int | None) -> int | None:
+    """Return the k that the routers of a plan or a recipe share, for one of them: None if it uses none."""
+    return k if written == NATIVE or has_layers(written) or REGISTRY.uses_k(written) else None
 
 
 def _split_layers(part: str, written: str) -> tuple[str, str | None]:
@@ -134,14 +141,13 @@ def _layers_of(router: LayerRouter) -> str:
 
 def written_name(routers: list[LayerRouter]) -> str:
     """Return the name that `resolve_layers` reads as these routers: equal routers have equal names, however spelt."""
-    return "|".join(map(_written, routers))
-
-
-def _written(router: LayerRouter) -> str:
-    options = {**({} if router.k is None else {"k": router.k}), **dict(sorted(router.options.items()))}
-    brackets = ",".join(f"{name}={written_value(value)}" for name, value in options.items())
-    layers = "" if router.layers is None else f"@{router.layers}"
-    return f"{router.router}{f'[{brackets}]' if brackets else ''}{layers}"
+    names = []
+    for router in routers:
+        options = {**({} if router.k is None else {"k": router.k}), **dict(sorted(router.options.items()))}
+        brackets = ",".join(f"{name}={written_value(value)}" for name, value in options.items())
+        layers = "" if router.layers is None else f"@{router.layers}"
+        names.append(f"{router.router}{f'[{brackets}]' if brackets else ''}{layers}")
+    return "|".join(names)
 
 
 def preset_names(written: str) -> list[str]:

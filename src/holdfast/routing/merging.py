@@ -10,13 +10,13 @@ Every token of a sequence has the same gates. A sequence without a real token ha
 
 import math
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from holdfast.errors import unknown_name
+from holdfast.errors import require_known
 from holdfast.kernels.fp32_linear import linear_float32
 from holdfast.routing.declarations import FLOAT, ActiveExperts, Cost, LayerSizes
 from holdfast.routing.parts import Score, ScoreDeclarations, SelectorDeclarations, Traits
@@ -33,15 +33,11 @@ class SequenceScore(Score):
 
     def __init__(self, dim: int, experts: int, *, average: Average = "tokens") -> None:
         super().__init__()
-        _check_average(average)
+        require_known("average", average, get_args(Average))
         self.dim, self.experts, self.average = dim, experts, average
         self.traits = AllExperts.traits if average == "tokens" else Traits()
         self.norm = nn.LayerNorm(dim)
-        self.weight = nn.Parameter(torch.empty(experts, dim))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.uniform_(self.weight, -1 / math.sqrt(self.dim), 1 / math.sqrt(self.dim))
+        self.weight = nn.Parameter(torch.empty(experts, dim).uniform_(-1 / math.sqrt(dim), 1 / math.sqrt(dim)))
 
     def forward(self, tokens: Tensor, context: Context) -> Tensor:
         rows, real = tokens.float(), context.checked_mask(tokens)
@@ -77,7 +73,7 @@ class Merged(AllExperts):
 
     def __init__(self, *, average: Average = "tokens", causal: bool = True) -> None:
         super().__init__(causal=causal)
-        _check_average(average)
+        require_known("average", average, get_args(Average))
         self.average = average
 
     def forward(self, scores: Scores, tokens: Tensor, context: Context) -> Selection:
@@ -93,16 +89,11 @@ class Merged(AllExperts):
 
     @property
     def declares(self) -> SelectorDeclarations:
-        return replace(
-            super().declares,
-            active=lambda sizes: ActiveExperts(1, 1, 1),
-            layer_cost=self._layer_cost,
-        )
+        def layer_cost(sizes: LayerSizes) -> Cost:  # a product (B,E) by (E, parameters); merged weights are kept
+            each = sizes.expert_parameters / sizes.length
+            return Cost("merging", flops=2.0 * sizes.experts * each, kept=sizes.number * each)
 
-    def _layer_cost(self, sizes: LayerSizes) -> Cost:
-        """Return the cost of the merging, a product (B,E) by (E, parameters); merged weights are kept."""
-        each = sizes.expert_parameters / sizes.length
-        return Cost("merging", flops=2.0 * sizes.experts * each, kept=sizes.number * each)
+        return replace(super().declares, active=lambda sizes: ActiveExperts(1, 1, 1), layer_cost=layer_cost)
 
 
 def masked_mean(rows: Tensor, real: Tensor | None) -> Tensor:
@@ -111,8 +102,3 @@ def masked_mean(rows: Tensor, real: Tensor | None) -> Tensor:
         return rows.sum(1, keepdim=True) / max(rows.shape[1], 1)
     mask = real.unsqueeze(-1)
     return rows.where(mask, 0.0).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp_min(1)
-
-
-def _check_average(average: str) -> None:
-    if average not in ("tokens", "gates"):
-        raise ValueError(unknown_name("average", average, ("tokens", "gates")))

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from holdfast.errors import unknown_name
+from holdfast.errors import require_known
 from holdfast.kernels.fp32_linear import linear_float32
 from holdfast.routing.parts import TINY, Noise
 
@@ -41,14 +41,11 @@ class ScaledNoise(Noise):
     def draw(self, logits: Tensor) -> Tensor:
         """Return z, of the shape of `logits`."""
 
-    def scale(self, tokens: Tensor) -> Tensor | float:
-        if self.weight is not None:
-            return F.softplus(linear_float32(tokens, self.weight))
-        assert self.std is not None
-        return self.std
-
     def forward(self, logits: Tensor, tokens: Tensor) -> Tensor:
-        return logits + self.draw(logits) * self.scale(tokens)
+        if self.weight is not None:
+            return logits + self.draw(logits) * F.softplus(linear_float32(tokens, self.weight))
+        assert self.std is not None
+        return logits + self.draw(logits) * self.std
 
 
 class GaussianNoise(ScaledNoise):
@@ -93,8 +90,8 @@ def create_noise(
     noise_std           the standard deviation of Gaussian or uniform noise; None learns it
     noise_temperature   divides logits with Gumbel noise
     """
-    if noise not in (None, *KINDS):
-        raise ValueError(unknown_name("noise", str(noise), KINDS))
+    if noise is not None:
+        require_known("noise", noise, KINDS)
     if noise not in ("gaussian", "uniform") and noise_std is not None:
         raise ValueError(f"noise_std is {noise_std}, but the noise is {noise}; add noise='gaussian' or noise='uniform'.")
     if noise != "gumbel" and noise_temperature != 1.0:

@@ -49,6 +49,10 @@ class Routing:
         """(T,E) bool: the selected set of each token, without order."""
         return self._sets(self.experts)
 
+    def sets_of_slots(self, k: int | None) -> Tensor:
+        """Return (T,E) bool: the selected set of each token; with `k`, the experts of its first k slots."""
+        return self._sets(self.experts if k is None else self.experts[:, :k])
+
     @property
     def requested_sets(self) -> Tensor:
         """(T,E) bool: the set of each token before a capacity limit."""
@@ -223,3 +227,22 @@ class Context:
                 "token is real (a mask that is True for padding: ~mask)."
             )
         return self.token_mask
+
+    def known_numbers(self, numbers: Tensor, name: str, count: int, tokens: Tensor) -> Tensor:
+        """Return `numbers (B,N)`, from 0 to count - 1, of `tokens (B,N,d)`; an unknown number of padding becomes 0.
+
+        Raise ValueError, which calls them `name`, for others; on a GPU or while compiling their values are not read.
+        """
+        if numbers.shape != tokens.shape[:2] or numbers.is_floating_point():
+            raise ValueError(
+                f"{name} has dtype {numbers.dtype} and shape {tuple(numbers.shape)}; expected whole numbers of shape "
+                f"{tuple(tokens.shape[:2])}, one for each token."
+            )
+        numbers = numbers.to(tokens.device)  # a model on several devices has its ids on the first
+        if self.token_mask is not None:
+            numbers = numbers.where(self.token_mask | ((numbers >= 0) & (numbers < count)), 0)
+        if numbers.device.type == "cpu" and not torch.compiler.is_compiling() and numbers.numel():
+            low, high = int(numbers.min()), int(numbers.max())
+            if low < 0 or high >= count:
+                raise ValueError(f"{name} has values from {low} to {high}; this router was built for 0 to {count - 1}.")
+        return numbers

@@ -7,21 +7,21 @@ This grammar is used everywhere: by `create_router`, `reroute` and `sparsify`, b
 """
 
 import functools
-import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, get_type_hints
+from typing import Any
 
-from holdfast.checked import check_value
-from holdfast.errors import unknown_name
+from holdfast.checked import check_value, type_hints
+from holdfast.errors import require_known, unknown_name
 from holdfast.plugins import Registry as NamedEntries
 from holdfast.routing.declarations import LayerKind
 from holdfast.routing.grammar import option_name, split_options
 from holdfast.routing.noise import create_noise
 from holdfast.routing.parts import Informer, Part, Score, Selector
 from holdfast.routing.router import LossTerms, Router
-from holdfast.routing.selection import Rule, check_k
+from holdfast.routing.scores import Linear
+from holdfast.routing.selection import Rule, TopK, check_k
 
 # What a part can fill, in the order of the pipeline. "cluster" wraps the score and "capacity" the selector; "expert" and
 # "token" are the two sides of the stage inform.
@@ -34,7 +34,7 @@ STAGES: dict[str, type[Part]] = {
     "capacity": Selector,
 }
 WRAPPERS = {"cluster": "score", "capacity": "select"}  # a part of the first stage gets the part of the second as `base`
-DEFAULT_PARTS = {"score": "holdfast.routing.scores:Linear", "select": "holdfast.routing.selection:TopK"}
+DEFAULT_PARTS: dict[str, type[Part]] = {"score": Linear, "select": TopK}
 RESERVED = "+[],=@|"  # characters of the grammar, which no name may contain
 FAMILIES = {  # headings under which routers are listed, in this order
     "plain": "scores of each token by itself, and a fixed number of experts",
@@ -61,7 +61,7 @@ class Preset:
     name: str
     about: str
     paper: str
-    parts: Mapping[str, type[Part] | str] = field(default_factory=dict)  # stage -> class, or "module:Class"
+    parts: Mapping[str, type[Part]] = field(default_factory=dict)  # by stage
     defaults: Mapping[str, Any] = field(default_factory=dict)
     family: str = "plugins"  # the heading under which it is listed
     k: int | None = None  # the k of its parts, whatever k is asked for; for layers in which a token has no k experts
@@ -73,10 +73,8 @@ class Preset:
                 f"none of {RESERVED}"
             )
         for stage in self.parts:
-            if stage not in STAGES:
-                raise ValueError(unknown_name("stage", stage, STAGES))
-        if self.family not in FAMILIES:
-            raise ValueError(unknown_name("family of routers", self.family, FAMILIES))
+            require_known("stage", stage, STAGES)
+        require_known("family of routers", self.family, FAMILIES)
 
 
 @dataclass(frozen=True)
@@ -91,10 +89,7 @@ class HostModel:
 
 
 class Registry(NamedEntries[Preset]):
-    """Presets by name. Classes are imported when a router is first built from them."""
-
-    def __init__(self) -> None:
-        super().__init__("router")
+    """Presets by name."""
 
     def parse(self, name: str) -> list[Preset]:
         """Return the presets that `name` joins with `+`; raise ValueError if one is unknown or two replace one stage."""
@@ -111,38 +106,45 @@ class Registry(NamedEntries[Preset]):
         """
         names, bracketed = split_options(written)
         name, given = "+".join(names), {option_name(option): value for option, value in (options or {}).items()}
-        known, kinds = sorted({"k", *self.options(name)}), {**self._kinds(name), "k": int}
+        presets, parts, known = self.parse(name), self.part_classes(name), sorted({"k", *self.options(name)})
         for option in (*bracketed, *given):
             if option not in known:
                 raise ValueError(f"{unknown_name('option', option, known)[:-1]} for router {name!r}.")
             if option in bracketed and option in given:
                 raise ValueError(f"the option {option} is given twice, in {written!r} and by keyword; give it once.")
-            owners = [preset.name for preset in self.parse(name) if option in _preset_options(preset)]
+            owners = [preset.name for preset in presets if any(option in _options(part) for part in preset.parts.values())]
             if len(owners) > 1:
                 raise ValueError(f"{' and '.join(owners)} both have an option {option}, so {name!r} cannot set it for one.")
-        if "k" in bracketed and not self._has_k(name):
-            raise ValueError(f"router {name!r} has no k: how many experts a token uses follows from its scores.")
+        if "k" in bracketed:
+            self.require_k(name)
+        kinds: dict[str, Any] = {}
+        for function in (create_noise, *(part.__init__ for part in parts)):
+            kinds |= {option_name(parameter): kind for parameter, kind in type_hints(function).items()}
+        kinds["k"] = int
         checked = {
             option: check_value(kinds.get(option, Any), value, f"the option {option}")
             for option, value in {**bracketed, **given}.items()
         }
         return name, checked
 
-    def _has_k(self, name: str) -> bool:
+    def uses_k(self, name: str) -> bool:
         """Return whether a part of the router `name` uses k."""
-        if any(preset.k is not None for preset in self.parse(name)):
-            return False
-        return any("k" in _parameters(part) for part in self.part_classes(name))
+        fixed = any(preset.k is not None for preset in self.parse(name))
+        return not fixed and any("k" in _parameters(part) for part in self.part_classes(name))
+
+    def require_k(self, name: str) -> None:
+        """Raise ValueError if no part of the router `name` uses k."""
+        if not self.uses_k(name):
+            raise ValueError(f"router {name!r} has no k: it does not select a fixed number of experts; leave k out.")
 
     def part_classes(self, name: str) -> list[type[Part]]:
         """Return the classes of all parts of the router `name`, default parts included."""
-        return [_load(part) for part in (DEFAULT_PARTS | _merged_parts(self.parse(name))).values()]
+        return list((DEFAULT_PARTS | _merged_parts(self.parse(name))).values())
 
     def name_of(self, part: Part) -> str:
         """Return the name under which the class of a part is registered; the name of the class if it is not."""
         kind = type(part)
-        path = f"{kind.__module__}:{kind.__qualname__}"
-        return next((preset.name for preset in self if {kind, path} & set(preset.parts.values())), kind.__name__)
+        return next((preset.name for preset in self if kind in preset.parts.values()), kind.__name__)
 
     def layer_kind(self, name: str) -> LayerKind:
         """Return the kind of layer that the router `name` is for."""
@@ -151,17 +153,8 @@ class Registry(NamedEntries[Preset]):
 
     def options(self, name: str) -> list[str]:
         """Return the names of the options of the router `name`, in alphabetical order."""
-        return sorted({option for owner in self._option_owners(name) for option in _options(owner)})
-
-    def _option_owners(self, name: str) -> list[Callable[..., Any]]:
-        """Return what takes the options of the router `name`: its parts, and `create_noise` unless a part has noise."""
-        parts = self.part_classes(name)
-        return [*parts] if any(NOISE[0] in _options(part) for part in parts) else [*parts, create_noise]
-
-    def _kinds(self, name: str) -> dict[str, Any]:
-        """Return the type of each option of the router `name`."""
-        hints = [_type_hints(create_noise), *(_type_hints(part.__init__) for part in self.part_classes(name))]
-        return {option_name(parameter): kind for owner in hints for parameter, kind in owner.items()}
+        owners: list[Callable[..., Any]] = [create_noise, *self.part_classes(name)]
+        return sorted({option for owner in owners for option in _options(owner)})
 
     def build(
         self,
@@ -179,61 +172,51 @@ class Registry(NamedEntries[Preset]):
         """Build the router `name` for tokens of width `dim`. Other arguments are those of `Router` and of its parts."""
         host = host or HostModel()
         name, options = self.resolve(name, options if k is None else {**options, "k": k})
-        k = options.pop("k", None)
         presets = self.parse(name)
         replaced = _merged_parts(presets)
-        classes = {stage: _load(part) for stage, part in (DEFAULT_PARTS | replaced).items()}
+        classes = DEFAULT_PARTS | replaced
         defaults: dict[str, Any] = {"k": 2}
-        for preset in sorted(presets, key=_last_stage):  # in the order of the pipeline, not of the names
+        stages = list(STAGES)
+        # In the order of the pipeline, not of the names.
+        for preset in sorted(presets, key=lambda preset: max(map(stages.index, preset.parts), default=-1)):
             defaults |= preset.defaults
         default_k = min(defaults.pop("k"), experts)
-        sizes = {"dim": dim, "experts": experts, "k": default_k if k is None else k}
+        sizes = {"dim": dim, "experts": experts, "k": options.pop("k", default_k)}
         for fixed in (preset.k for preset in presets if preset.k is not None):
             sizes["k"] = min(fixed, experts)
-        _check_sizes(**sizes)
+        for size in ("dim", "experts"):
+            if sizes[size] < 1:
+                raise ValueError(f"{size} is {sizes[size]}; a router needs at least 1.")
+        check_k(sizes["k"], experts)
         if host.pretrained:
             for part in classes.values():
                 defaults |= part.pretrained_defaults
         known = self.options(name)
         from_host = {option: value for option, value in host.options.items() if option in known}
         values = sizes | defaults | from_host | options
-        if host.rule is not None and "weights" not in options and not _sets_weights(presets):
+        sets_weights = any("select" in preset.parts and "weights" in preset.defaults for preset in presets)
+        if host.rule is not None and "weights" not in options and not sets_weights:
             values["rule"] = host.rule
         built: dict[str, Any] = {}
         if host.score is not None and "score" not in replaced:
             built["score"] = host.score
-        # Noise belongs to the outermost selector: a capacity limit does not pass it on to the selector inside.
-        withheld = NOISE if "capacity" in classes else ()
         # An option that a part of a name has is not also for the parts that no name brings.
-        of_names = {option for part in replaced.values() for option in _options(_load(part))} & options.keys()
+        of_names = {option for part in replaced.values() for option in _options(part)} & options.keys()
         for stage in STAGES:
             if stage in classes and stage not in built:
                 base = {"base": built[WRAPPERS[stage]]} if stage in WRAPPERS else {}
-                skipped = {*(withheld if stage == "select" else ()), *(() if stage in replaced else of_names)}
-                given = {key: value for key, value in values.items() if key not in skipped}
+                given = {key: value for key, value in values.items() if stage in replaced or key not in of_names}
                 built[stage] = _construct(classes[stage], given | base, name)
-        has_noise = any(NOISE[0] in _options(part) for stage, part in classes.items() if stage != "select" or not withheld)
-        described: dict[str, Any] = {key: value for key, value in values.items() if key in (*NOISE, "dim", "experts")}
         return Router(
             score=built.get("cluster", built["score"]),
             select=built.get("capacity", built["select"]),
             inform=[built[side] for side in ("expert", "token") if side in built],
-            noise=None if has_noise else create_noise(**described),
+            noise=create_noise(dim, experts, **{key: values[key] for key in NOISE if key in values}),
             losses=losses,
             layer=layer,
             check_finite=check_finite,
             scale=host.scale,
         )
-
-
-def _sets_weights(presets: list[Preset]) -> bool:
-    """Return whether one of the names sets how selected experts are weighted."""
-    return any("select" in preset.parts and "weights" in preset.defaults for preset in presets)
-
-
-def _last_stage(preset: Preset) -> int:
-    """Return the position of the last stage that a preset replaces; -1 if it replaces none."""
-    return max((list(STAGES).index(stage) for stage in preset.parts), default=-1)
 
 
 def _construct(part: type[Part], values: Mapping[str, Any], name: str) -> Part:
@@ -245,9 +228,9 @@ def _construct(part: type[Part], values: Mapping[str, Any], name: str) -> Part:
     return part(**{parameter.name: values[option] for option, parameter in parameters.items() if option in values})
 
 
-def _merged_parts(presets: list[Preset]) -> dict[str, type[Part] | str]:
+def _merged_parts(presets: list[Preset]) -> dict[str, type[Part]]:
     """Return the parts of all presets by stage; raise ValueError if two presets replace the same stage."""
-    merged: dict[str, type[Part] | str] = {}
+    merged: dict[str, type[Part]] = {}
     replaced_by: dict[str, str] = {}
     for preset in presets:
         for stage, part in preset.parts.items():
@@ -258,22 +241,6 @@ def _merged_parts(presets: list[Preset]) -> dict[str, type[Part] | str]:
     return merged
 
 
-def _check_sizes(dim: int, experts: int, k: int) -> None:
-    if dim < 1:
-        raise ValueError(f"dim is {dim}; the width of tokens must be at least 1.")
-    if experts < 1:
-        raise ValueError(f"experts is {experts}; a router needs at least 1.")
-    check_k(k, experts)
-
-
-def _load(part: type[Part] | str) -> type[Part]:
-    if not isinstance(part, str):
-        return part
-    module, _, name = part.partition(":")
-    cls: type[Part] = getattr(importlib.import_module(module), name)
-    return cls
-
-
 # A model builds a router for each layer, and reading signatures took most of the time of building one.
 @functools.cache
 def _parameters(part: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
@@ -282,14 +249,5 @@ def _parameters(part: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     return {name: parameter for name, parameter in parameters.items() if parameter.kind not in packed}
 
 
-@functools.cache
-def _type_hints(function: Callable[..., Any]) -> dict[str, Any]:
-    return get_type_hints(function)
-
-
 def _options(part: Callable[..., Any]) -> list[str]:
     return [option_name(name) for name in _parameters(part) if name not in GIVEN]
-
-
-def _preset_options(preset: Preset) -> set[str]:
-    return {option for part in preset.parts.values() for option in _options(_load(part))}

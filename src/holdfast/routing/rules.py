@@ -7,6 +7,7 @@ Selection   the experts and weights that a selector returns
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from holdfast.routing.records import Routing
 EXCLUDED = torch.finfo(torch.float32).min  # a rank; not -inf, because ONNX cannot sort infinities
 
 
+@dataclass(eq=False)
 class Scores:
     """What a selector reads: the same scores as logits and as gates.
 
@@ -27,19 +29,11 @@ class Scores:
     rounds and saturates, so that experts tie in one which differ in the other. `gates` are what weights follow from.
     """
 
-    def __init__(
-        self,
-        logits: Tensor | None,
-        gates: Tensor,
-        informed: bool,
-        raw: Tensor | None = None,
-        slots: Tensor | None = None,
-    ) -> None:
-        self._logits = logits
-        self.gates = gates  # (B,N,E), non-negative
-        self.informed = informed
-        self.raw = raw  # (B,N,E), the logits before any informer
-        self.slots = slots  # (B,N,E,p), the logits of slots; None: the score has logits of experts
+    _logits: Tensor | None  # (B,N,E); None after an informer
+    gates: Tensor  # (B,N,E), non-negative
+    informed: bool
+    raw: Tensor | None = None  # (B,N,E), the logits before any informer
+    slots: Tensor | None = None  # (B,N,E,p), the logits of slots; None: the score has logits of experts
 
     @property
     def logits(self) -> Tensor:

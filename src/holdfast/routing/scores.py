@@ -36,12 +36,8 @@ class Linear(LinearScore):
     def __init__(self, dim: int, experts: int, *, bias: bool = False) -> None:
         super().__init__()
         self.dim, self.experts = dim, experts
-        self.weight = nn.Parameter(torch.empty(experts, dim))
+        self.weight = nn.Parameter(torch.empty(experts, dim).uniform_(-1 / math.sqrt(dim), 1 / math.sqrt(dim)))
         self.bias = nn.Parameter(torch.zeros(experts)) if bias else None
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.uniform_(self.weight, -1 / math.sqrt(self.dim), 1 / math.sqrt(self.dim))
 
     @property
     def matrix(self) -> Tensor:
@@ -95,15 +91,10 @@ class Cosine(LinearScore):
         if not temperature > 0:
             raise ValueError(f"temperature is {temperature}; it divides the cosines and must be positive.")
         self.dim, self.experts = dim, experts
-        self.projection = nn.Parameter(torch.empty(width, dim))
-        self.embeddings = nn.Parameter(torch.empty(experts, width))
+        self.projection = nn.Parameter(nn.init.orthogonal_(torch.empty(width, dim)))
+        self.embeddings = nn.Parameter(torch.randn(experts, width))
         # The parameter is the logarithm: no step and no weight decay can make the temperature zero or negative.
         self.log_temperature = nn.Parameter(torch.tensor([math.log(temperature)]))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.orthogonal_(self.projection)
-        nn.init.normal_(self.embeddings)
 
     @property
     def matrix(self) -> Tensor:
@@ -145,11 +136,8 @@ class ModalityLinear(Score):
         if modalities < 1:
             raise ValueError(f"modalities is {modalities}; a score needs at least 1.")
         self.dim, self.experts, self.modalities = dim, experts, modalities
-        self.weight = nn.Parameter(torch.empty(modalities * experts, dim))  # the experts of modality 0 first
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.uniform_(self.weight, -1 / math.sqrt(self.dim), 1 / math.sqrt(self.dim))
+        drawn = torch.empty(modalities * experts, dim).uniform_(-1 / math.sqrt(dim), 1 / math.sqrt(dim))
+        self.weight = nn.Parameter(drawn)  # the experts of modality 0 first
 
     def forward(self, tokens: Tensor, context: Context) -> Tensor:
         modality = self._modality(tokens, context)
@@ -182,20 +170,7 @@ class ModalityLinear(Score):
                 "this router has a score for each modality, and the context has no modality: pass Context(modality=...) (a "
                 "Hugging Face model needs an image token in its config, and input_ids, not inputs_embeds)."
             )
-        if modality.shape != tokens.shape[:2] or modality.is_floating_point():
-            raise ValueError(
-                f"modality is {modality.dtype} of shape {tuple(modality.shape)}; expected whole numbers of shape "
-                f"{tuple(tokens.shape[:2])}."
-            )
-        modality = modality.long().to(tokens.device)  # a model on several devices has its ids on the first
-        if context.token_mask is not None:
-            known = (modality >= 0) & (modality < self.modalities)
-            modality = modality.where(context.token_mask | known, 0)
-        if modality.device.type == "cpu" and not torch.compiler.is_compiling() and modality.numel():
-            low, high = int(modality.min()), int(modality.max())
-            if low < 0 or high >= self.modalities:
-                raise ValueError(f"modality has values from {low} to {high}; expected 0 to {self.modalities - 1}.")
-        return modality
+        return context.known_numbers(modality, "modality", self.modalities, tokens).long()
 
 
 def is_offloaded(module: nn.Module) -> bool:

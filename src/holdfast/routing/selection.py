@@ -9,10 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from holdfast.errors import unknown_name
+from holdfast.errors import require_known
 from holdfast.kernels.select import Amounts, select_top_k, top, weigh
 from holdfast.routing.declarations import ActiveExperts, Conditions, Cost, keep_best, selection_bytes
-from holdfast.routing.noise import create_noise
 from holdfast.routing.parts import Selector, SelectorDeclarations
 from holdfast.routing.records import Context
 from holdfast.routing.rules import Rule as Rule
@@ -23,7 +22,6 @@ class TopK(Selector):
     """Select the k best experts: y = sum_i w_i FFN_i(x) over them, with w_i from their gates g_i.
 
     weights     "softmax": gates divided by their sum over the k; "switch": the raw gates (Fedus et al. 2022)
-    noise       with `noise_std` and `noise_temperature`, the options of `holdfast.routing.noise.create_noise`
     k_final     in training, k grows from `k` to this number or to "all" experts (SMoE-dropout), with `progress(fraction)`
     rule        the rule of the model that the router is built for; it replaces `weights`
     """
@@ -33,26 +31,20 @@ class TopK(Selector):
 
     def __init__(
         self,
-        dim: int,
         experts: int,
         k: int,
         *,
         weights: Literal["softmax", "switch"] = "softmax",
-        noise: Literal["gaussian", "uniform", "gumbel"] | None = None,
-        noise_std: float | None = None,
-        noise_temperature: float = 1.0,
         k_final: int | Literal["all"] | None = None,
         rule: Rule | None = None,
     ) -> None:
         super().__init__()
         check_k(k, experts)
         k_final = experts if k_final == "all" else k_final
-        if weights not in ("softmax", "switch"):
-            raise ValueError(unknown_name("kind of weights", weights, ("softmax", "switch")))
+        require_known("kind of weights", weights, ("softmax", "switch"))
         self.k, self.experts, self.weights, self.k_final = k, experts, weights, k_final
         self.rule = Softmax(renormalise=weights == "softmax") if rule is None else rule
         self.gate, self.ragged = self.rule.gate, k_final is not None
-        self.noise = create_noise(dim, experts, noise=noise, noise_std=noise_std, noise_temperature=noise_temperature)
         if k_final is not None:
             check_k(k_final, experts, "k_final")
             # A tensor is saved with the model, and a change of its value needs neither recompilation nor synchronisation.

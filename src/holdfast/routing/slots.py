@@ -43,12 +43,8 @@ class SlotScore(ScalableScore):
         if not 1 <= slots <= MOST_SLOTS:
             raise ValueError(f"slots is {slots}; an expert of a SoftMoE layer has at least 1 and at most {MOST_SLOTS:,}.")
         self.dim, self.experts, self.slots = dim, experts, slots
-        self.phi = nn.Parameter(torch.empty(experts * slots, dim))
+        self.phi = nn.Parameter(torch.empty(experts * slots, dim).normal_(std=dim**-0.5))
         self.scale = nn.Parameter(torch.ones(1))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.phi, std=self.dim**-0.5)
 
     @property
     def matrix(self) -> Tensor:
@@ -72,9 +68,6 @@ class SlotScore(ScalableScore):
     def declares(self) -> ScoreDeclarations:
         # Normalised tokens are kept in float32.
         return ScoreDeclarations(cost=lambda sizes: Cost("score", kept=FLOAT * (self.phi.shape[0] + sizes.dim)))
-
-    def extra_repr(self) -> str:
-        return f"dim={self.dim}, experts={self.experts}, slots={self.slots}"
 
 
 class AllExperts(Selector):

@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from holdfast.errors import unknown_name
+from holdfast.errors import require_known
 from holdfast.kernels.operators import snapshot_for_backward
 from holdfast.kernels.select import POWERS, Limit, Powers, select_smooth_top_k, smooth_strip
 from holdfast.kernels.statistics import DIGITS, midpoint, order_statistic, update_running_mean
@@ -109,10 +109,8 @@ class SmoothTopK(Selector, StatefulPart):
     ) -> None:
         super().__init__()
         check_k(k, experts)
-        if control not in ("quantile", "loss"):
-            raise ValueError(unknown_name("control", control, ("quantile", "loss")))
-        if inference not in ("smooth", "hard"):
-            raise ValueError(unknown_name("inference", inference, ("smooth", "hard")))
+        require_known("control", control, ("quantile", "loss"))
+        require_known("inference", inference, ("smooth", "hard"))
         if most is not None and not k <= most <= experts:
             raise ValueError(f"most is {most}; it must be between k, {k}, and the number of experts, {experts}.")
         if not budget >= 0:
@@ -174,7 +172,13 @@ class SmoothTopK(Selector, StatefulPart):
         If the rule renormalises, they are rescaled to the sum of the live weights; if all are 0, the sum is divided equally.
         Without a strip they are the held weights of top-k.
         """
-        return self._held_in_strip(experts, live).where(self.eps() > 0, self.rule.held_weights(experts, scores, live))
+        remaining = live.weights_of(experts)
+        if self.rule.renormalise:
+            total = live.weights.sum(-1, keepdim=True)
+            equal = normalise((experts < self.experts).to(remaining.dtype))
+            rescaled = total * normalise(remaining).where(remaining.sum(-1, keepdim=True) > 0, equal)
+            remaining = live.weights_if_same_set(experts, rescaled, scaled=True)
+        return remaining.where(self.eps() > 0, self.rule.held_weights(experts, scores, live))
 
     def replayed_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
         """Return the weights that the rule gives the whole set: a recorded expert has not faded, whatever the live strip is.
@@ -182,15 +186,6 @@ class SmoothTopK(Selector, StatefulPart):
         With a softmax rule this is the softmax of the live logits over the set, and every expert of it gets a gradient.
         """
         return self.rule.held_weights(experts, scores, live)
-
-    def _held_in_strip(self, experts: Tensor, live: Selection) -> Tensor:
-        remaining = live.weights_of(experts)
-        if not self.rule.renormalise:
-            return remaining
-        total = live.weights.sum(-1, keepdim=True)
-        equal = normalise((experts < self.experts).to(remaining.dtype))
-        rescaled = total * normalise(remaining).where(remaining.sum(-1, keepdim=True) > 0, equal)
-        return live.weights_if_same_set(experts, rescaled, scaled=True)
 
     def _cost(self, sizes: LayerSizes) -> Cost:
         """Return the cost. `control="quantile"` sums two histograms and two counts over ranks; "loss" sums only the counts.
@@ -271,17 +266,15 @@ class SmoothTopK(Selector, StatefulPart):
         if self.training:
             self.stage_in_background(lambda: self._statistics(strip.gaps, eps, real))
         if self.training and self.learning and self.eta is not None:
-            losses = {"boundary": self._boundary_loss(in_use, eps, context.real_tokens(tokens))}
+            # The boundary loss of the paper: alpha eps (active - k - budget), with a gradient to eps only.
+            counted = context.real_tokens(tokens)
+            active, count = sum_over_ranks(torch.stack([in_use.sum(-1).where(counted, 0).sum(), counted.sum()]))
+            excess = active / count.clamp_min(1) - (self.k + self.budget_now)
+            losses = {"boundary": self.alpha * eps * excess.detach()}
         experts = experts.where(in_use, self.experts)
         if not self.rule.ordered:
             experts, weights = by_weight(experts, weights)
         return Selection(experts, weights, scores.gates, losses)
-
-    def _boundary_loss(self, in_use: Tensor, eps: Tensor, real: Tensor) -> Tensor:
-        """Return the boundary loss of the paper: alpha eps (active - k - budget), with a gradient to eps only."""
-        active, count = sum_over_ranks(torch.stack([in_use.sum(-1).where(real, 0).sum(), real.sum()]))
-        active = active / count.clamp_min(1)
-        return self.alpha * eps * (active - (self.k + self.budget_now)).detach()
 
     def _limit(self, real: Tensor | None) -> Limit | None:
         """Return the function from gaps (B,N,E) and eps to the width for which there are rows; None: for all widths."""

@@ -29,7 +29,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from holdfast.errors import unknown_name
+from holdfast.errors import require_known
 from holdfast.kernels.operators import snapshot_for_backward, wait_for_side_stream
 from holdfast.kernels.select import top
 from holdfast.routing.declarations import (
@@ -142,10 +142,8 @@ class ReLU(Selector, StatefulPart):
             raise ValueError(f"l1 is {l1}; the penalty must not be negative.")
         if not l1_rate >= 1:
             raise ValueError(f"l1_rate is {l1_rate}; it must be at least 1 (1 keeps the coefficient constant).")
-        if penalty not in ("uniform", "load"):
-            raise ValueError(unknown_name("penalty", penalty, ("uniform", "load")))
-        if coefficient not in ("layer", "model"):
-            raise ValueError(unknown_name("coefficient", coefficient, ("layer", "model")))
+        require_known("penalty", penalty, ("uniform", "load"))
+        require_known("coefficient", coefficient, ("layer", "model"))
         if not 0 <= warmup < 1:
             raise ValueError(f"warmup is {warmup}; a share of training without the penalty must be at least 0 and below 1.")
         self.experts, self.k, self.l1_rate = experts, k, l1_rate
@@ -169,8 +167,13 @@ class ReLU(Selector, StatefulPart):
 
     def new_state(self) -> dict[str, Tensor]:
         """Return the new coefficient, from the numbers of experts in this layer or in all that share the coefficient."""
-        direction = (self._excess() if self.coefficient == "layer" else self._mean_excess()).sign()
-        direction = direction * self.enforced if self.warmup > 0 else direction
+        total = torch.zeros_like(self.l1)  # the sum over layers of (experts per token - k) / E
+        for layer in (self, *self._others):
+            tokens = layer.get_buffer("staged_tokens")
+            share = (layer.get_buffer("staged_active") - layer.k * tokens) / (tokens.clamp_min(1) * layer.experts)
+            # Layers that ran no forward since the last update do not count.
+            total = total + share.where(is_set(layer.pending), 0.0).to(total.device)
+        direction = total.sign() * self.enforced if self.warmup > 0 else total.sign()
         return {"l1": self.l1 * self.l1_rate**direction}
 
     def update_state_where(self, due: Tensor) -> None:
@@ -184,18 +187,6 @@ class ReLU(Selector, StatefulPart):
             other.l1.copy_(torch.where(here, self.l1.to(other.l1.device), other.l1))
             other.pending.copy_(is_set(other.pending) & ~here)
 
-    def _excess(self) -> Tensor:
-        """Return by how much the last batch exceeded k experts per token, summed over its tokens."""
-        return self.get_buffer("staged_active") - self.k * self.get_buffer("staged_tokens")
-
-    def _mean_excess(self) -> Tensor:
-        """Return the sum over layers of (experts per token - k) / E. Layers that ran no forward since do not count."""
-        total = torch.zeros_like(self.l1)
-        for layer in (self, *self._others):
-            share = layer._excess() / (layer.get_buffer("staged_tokens").clamp_min(1) * layer.experts)
-            total = total + share.where(is_set(layer.pending), 0.0).to(total.device)
-        return total
-
     def forward(self, scores: Scores, tokens: Tensor, context: Context) -> Selection:
         experts = top(scores.key, self.experts)
         weights = scores.gates.gather(-1, experts)
@@ -204,22 +195,17 @@ class ReLU(Selector, StatefulPart):
             real = context.real_tokens(tokens)
             self.stage_in_background(lambda: self._counts(scores.gates, weights, real))
             wait_for_side_stream(tokens)
-            losses["l1"] = self._penalty(scores.gates, real)
+            # A recomputation stages nothing, and reads the counts of the first forward.
+            count = snapshot_for_backward(self.get_buffer("staged_tokens"))
+            count = count.where(count > 0, 1.0)
+            gates, coefficient = scores.gates, snapshot_for_backward(self.l1)
+            if self.penalty == "load":
+                gates = gates * (snapshot_for_backward(self.get_buffer("staged_loads")) * (self.experts / self.k) / count)
+            if self.warmup > 0:
+                coefficient = coefficient * snapshot_for_backward(self.enforced)
+            # Divided by the mean number of tokens over ranks: the mean over ranks is then the loss of the whole batch.
+            losses["l1"] = coefficient * gates.sum(-1).where(real, 0.0).sum() / count
         return Selection(experts.where(weights > 0, self.experts), weights, scores.gates, losses)
-
-    def _penalty(self, gates: Tensor, real: Tensor) -> Tensor:
-        # A recomputation stages nothing, and reads the counts of the first forward.
-        count = snapshot_for_backward(self.get_buffer("staged_tokens"))
-        count = count.where(count > 0, 1.0)
-        if self.penalty == "load":
-            loads = snapshot_for_backward(self.get_buffer("staged_loads")) * (self.experts / self.k) / count
-            gates = gates * loads
-        total = gates.sum(-1).where(real, 0.0).sum()
-        coefficient = snapshot_for_backward(self.l1)
-        if self.warmup > 0:
-            coefficient = coefficient * snapshot_for_backward(self.enforced)
-        # Divided by the mean number of tokens over ranks: the mean over ranks is then the loss of the whole batch.
-        return coefficient * total / count
 
     def _counts(self, gates: Tensor, weights: Tensor, real: Tensor) -> dict[str, Tensor]:
         """Return the number of selected experts and of tokens in the batch, as means over ranks; for "load", by expert."""
@@ -256,20 +242,14 @@ def sparsemax(logits: Tensor) -> Tensor:
     # Subtracting the largest logit changes nothing, and a logit more than 1 below it is never in the support. So all numbers
     # are between -1 and 0, and sums of them lose no precision, however large the logits are.
     shifted = (logits - logits.detach().amax(-1, keepdim=True)).clamp_min(-1.0)
-    support = _support(shifted.detach())
+    ordered = shifted.detach().sort(dim=-1, descending=True).values
+    place = torch.arange(1, shifted.shape[-1] + 1, device=shifted.device)
+    above = ordered.cumsum(-1) - place * ordered  # the sum of z_(j) - z_(i) over j < i
+    size = ((above < 1) | (place == 1)).sum(-1, keepdim=True)
+    support = shifted.detach() >= ordered.gather(-1, size - 1)  # at least the best expert
     size = support.sum(-1, keepdim=True)
     threshold = (shifted.where(support, 0.0).sum(-1, keepdim=True) - 1) / size
     return (shifted - threshold).clamp_min(0.0).where(support, 0.0)
-
-
-def _support(shifted: Tensor) -> Tensor:
-    """Return (..., E) bool: which experts have a positive gate, at least the best one."""
-    ordered = shifted.sort(dim=-1, descending=True).values
-    place = torch.arange(1, shifted.shape[-1] + 1, device=shifted.device)
-    # The sum of z_(j) - z_(i) over j < i.
-    above = ordered.cumsum(-1) - place * ordered
-    size = ((above < 1) | (place == 1)).sum(-1, keepdim=True)
-    return shifted >= ordered.gather(-1, size - 1)
 
 
 SPARSEMAX = GateFunction("sparsemax", sparsemax)

@@ -13,13 +13,12 @@ keeps its own gates.
 
 import math
 from dataclasses import replace
-from functools import partial
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 
-from holdfast.errors import unknown_name
+from holdfast.errors import require_known
 from holdfast.kernels.attention import attention_entropy, projected_norms, sampled, take_heads
 from holdfast.kernels.fp32_linear import linear_float32
 from holdfast.kernels.operators import snapshot_for_backward
@@ -62,8 +61,7 @@ class TokenGraph(Informer):
                 raise ValueError(f"strength is {strength!r}; it must be a number between 0 (no mixing) and 1, or 'learned'.")
         elif not 0 <= strength <= 1:
             raise ValueError(f"strength is {strength}; it must be between 0 (no mixing) and 1.")
-        if from_ not in get_args(From):
-            raise ValueError(unknown_name("value of from", from_, get_args(From)))
+        require_known("value of from", from_, get_args(From))
         self.from_: From = from_
         self._fixed_strength = None if isinstance(strength, str) else float(strength)
         first = torch.full((1,), math.log(FIRST_STRENGTH / (1 - FIRST_STRENGTH)))
@@ -153,10 +151,8 @@ class Similarity(TokenGraph):
         from_: From = "all",
     ) -> None:
         super().__init__(strength=strength, from_=from_)
-        if of not in get_args(Of):
-            raise ValueError(unknown_name("value of of", of, get_args(Of)))
-        if form not in get_args(Form):
-            raise ValueError(unknown_name("form", form, get_args(Form)))
+        require_known("value of of", of, get_args(Of))
+        require_known("form", form, get_args(Form))
         if isinstance(tau, str) and tau != "sqrt":
             raise ValueError(f"tau is {tau!r}; it must be a positive number or 'sqrt'.")
         if not isinstance(tau, str) and not tau > 0:
@@ -176,7 +172,10 @@ class Similarity(TokenGraph):
     def forward(self, gates: Tensor, logits: Tensor, tokens: Tensor, context: Context) -> Tensor:
         attention = context.attention if self.of == "attention" else None
         u = tokens if attention is None else context.zero_unusable(attention.output)
-        query, key = self._compared(u)
+        query = key = u  # one object twice where they are equal
+        if self.reduce is not None:
+            query = linear_float32(u, self.reduce)
+            key = query if self.reduce_keys is None else linear_float32(u, self.reduce_keys)
         coarse = self.reduce is not None and u.dtype == self.reduce.dtype == torch.bfloat16
         own, real, visible = gates, context.token_mask, context.visible_tokens
         levels = self.entropy_limits(logits, context, "similarity")
@@ -197,13 +196,6 @@ class Similarity(TokenGraph):
             coarse=coarse,
         )
         return self.combine(own, mixed, context)
-
-    def _compared(self, u: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the vectors R u and Q u whose products are the similarities; one object twice where they are equal."""
-        if self.reduce is None:
-            return u, u
-        query = linear_float32(u, self.reduce)
-        return query, query if self.reduce_keys is None else linear_float32(u, self.reduce_keys)
 
     @property
     def declares(self) -> InformerDeclarations:
@@ -310,21 +302,32 @@ class AttentionPosterior(TokenGraph, StatefulPart):
             gates, real = (visible_rows(rows, context.visible_tokens) for rows in (gates, real))
         output = context.zero_unusable(attention.output)
         count = attention.query.shape[1]
-        posteriors = [
-            _HeadPosterior(
-                head,
-                # u_i . o_j = H (W^T u_i) . v_j, plus a term of the bias that is equal for all j
-                SecondProduct(linear_float32(output, head.across), head.value, count / self.sigma**2),
-                norm / (-2 * self.sigma**2),
-                scale=_scale(attention),
-                causal=context.excludes_later_tokens,
-                real=real,
-                levels=levels,
-            )
+        limits: dict[str, Any] = {"scale": _scale(attention), "causal": context.excludes_later_tokens, "real": real}
+        # The log-weights are q.k scale + u.o / sigma^2 - |o|^2 / (2 sigma^2), without terms that are equal for all j:
+        # u_i . o_j = H (W^T u_i) . v_j, plus a term of the bias.
+        explained: list[dict[str, Any]] = [
+            {
+                "second": SecondProduct(linear_float32(output, head.across), head.value, count / self.sigma**2),
+                "bias": norm / (-2 * self.sigma**2),
+                "levels": levels,
+            }
             for head, norm in zip(heads, norms, strict=True)
         ]
-        mixed = posteriors[0].mix(gates) if self.heads != "all" else _mix_heads(posteriors, gates)
-        return self.combine(own, mixed, context)
+        if self.heads != "all":
+            mixed = softmax_mix(heads[0].query, heads[0].key, gates, mask=heads[0].mask, **limits, **explained[0])
+            return self.combine(own, mixed, context)
+        by_head, evidence = [], []
+        for head, terms in zip(heads, explained, strict=True):
+            mixed, total = softmax_mix_with_total(head.query, head.key, gates, mask=head.mask, **limits, **terms)
+            by_head.append(mixed)
+            # log sum_j A_ij exp(...) over the tokens j that may inform i; A_ij is normalised over all that i attends to.
+            every = gates.new_ones(*gates.shape[:2], 1)
+            _, attended = softmax_mix_with_total(head.query, head.key, every, mask=head.mask, **limits)
+            sees = total > -torch.inf
+            evidence.append((total.where(sees, 0.0) - attended.where(sees, 0.0)).where(sees, IMPOSSIBLE))
+        # sum_h H'_ih (sum_j W_ijh p_j): the heads are equally likely before u is seen.
+        shares = torch.stack(evidence, -1).softmax(-1)  # (B,N,H)
+        return self.combine(own, (shares.unsqueeze(-1) * torch.stack(by_head, -2)).sum(-2), context)
 
     @property
     def declares(self) -> InformerDeclarations:
@@ -374,17 +377,16 @@ class AttentionPosterior(TokenGraph, StatefulPart):
         count = attention.query.shape[1]
         across = attention.projection.weight.unflatten(1, (count, -1)).permute(1, 2, 0).unsqueeze(0)  # (1,H,D_v,d)
         rows = (attention.query, attention.key, attention.value, across)
-        if self.heads != "all":
+        if self.heads == "all":
+            indices: list[Tensor | int] = [*range(count)]
+            taken = [tuple(each[:, head * each.shape[1] // count] for each in rows) for head in range(count)]
+        else:
             best = snapshot_for_backward(self.entropy, self.training).argmin().view(1)
-            query, key, value, across = take_heads(rows, best, count)
-            mask = mask_of_head(attention.mask, best)
-            return [_Head(context.zero_unusable(query), key, value, across.squeeze(0), mask)]
-        found = []
-        for head in range(count):
-            query, key, value, across = (each[:, head * each.shape[1] // count] for each in rows)
-            mask = mask_of_head(attention.mask, head)
-            found.append(_Head(context.zero_unusable(query), key, value, across.squeeze(0), mask))
-        return found
+            indices, taken = [best], [take_heads(rows, best, count)]
+        return [
+            _Head(context.zero_unusable(query), key, value, across.squeeze(0), mask_of_head(attention.mask, index))
+            for (query, key, value, across), index in zip(taken, indices, strict=True)
+        ]
 
     def _norms(self, heads: list[_Head], attention: Attention, context: Context) -> list[Tensor]:
         """Return |o_j|^2 (B,M) of every token, for each head; those of earlier tokens are in the cache."""
@@ -403,7 +405,7 @@ class AttentionPosterior(TokenGraph, StatefulPart):
 
     def _entropies(self, attention: Attention, tokens: Tensor, context: Context) -> dict[str, Tensor]:
         """Return the sum of each head's entropy over the sampled real tokens, and their number, over all ranks."""
-        step = entropy_step(tokens.shape[1])
+        step = max(1, tokens.shape[1] // SAMPLE)  # every so many blocks of tokens are sampled
         entropies = attention_entropy(
             context.zero_unusable(attention.query.transpose(1, 2)).transpose(1, 2),
             attention.key,
@@ -419,73 +421,6 @@ class AttentionPosterior(TokenGraph, StatefulPart):
             real = torch.cat([context.token_mask[:, rows] for rows in sampled(tokens.shape[1], step)], 1)
             entropies, count = entropies.where(real.unsqueeze(1), 0.0), real.sum()
         return {"entropies": sum_over_ranks(entropies.sum((0, 2))), "tokens": sum_over_ranks(count)}
-
-
-class _HeadPosterior:
-    """The posterior of one head: its log-weights are q.k scale + u.o / sigma^2 - |o|^2 / (2 sigma^2).
-
-    Terms that are equal for all j are left out.
-    """
-
-    def __init__(
-        self,
-        head: _Head,
-        explained: SecondProduct,
-        bias: Tensor,
-        *,
-        scale: float,
-        causal: bool,
-        real: Tensor | None,
-        levels: Levels | None,
-    ) -> None:
-        self.head, self.explained, self.bias = head, explained, bias
-        self.scale, self.causal, self.real, self.levels = scale, causal, real, levels
-
-    def mix(self, gates: Tensor) -> Tensor:
-        """Return (B,N,E): the gates of all tokens, mixed by this head alone."""
-        return softmax_mix(
-            self.head.query,
-            self.head.key,
-            gates,
-            scale=self.scale,
-            causal=self.causal,
-            real=self.real,
-            mask=self.head.mask,
-            second=self.explained,
-            bias=self.bias,
-            levels=self.levels,
-        )
-
-    def mix_with_evidence(self, gates: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the mixed gates and log sum_j A_ij exp(...) (B,N), over the tokens j that may inform i.
-
-        The attention A_ij is normalised over all tokens that i attends to.
-        """
-        mix = partial(
-            softmax_mix_with_total,
-            self.head.query,
-            self.head.key,
-            scale=self.scale,
-            causal=self.causal,
-            real=self.real,
-            mask=self.head.mask,
-        )
-        mixed, total = mix(gates, second=self.explained, bias=self.bias, levels=self.levels)
-        _, attended = mix(gates.new_ones(*gates.shape[:2], 1))
-        sees = total > -torch.inf
-        return mixed, (total.where(sees, 0.0) - attended.where(sees, 0.0)).where(sees, IMPOSSIBLE)
-
-
-def _mix_heads(posteriors: list[_HeadPosterior], gates: Tensor) -> Tensor:
-    """Return sum_h H'_ih (sum_j W_ijh p_j): the heads are equally likely before u is seen."""
-    mixed, evidence = zip(*(posterior.mix_with_evidence(gates) for posterior in posteriors), strict=True)
-    shares = torch.stack(evidence, -1).softmax(-1)  # (B,N,H)
-    return (shares.unsqueeze(-1) * torch.stack(mixed, -2)).sum(-2)
-
-
-def entropy_step(length: int) -> int:
-    """Return n: every n-th block of tokens is sampled in a sequence of this length."""
-    return max(1, length // SAMPLE)
 
 
 def _scale(attention: Attention) -> float:

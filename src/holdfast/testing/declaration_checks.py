@@ -3,20 +3,23 @@
 Each check is one function, as in `checks`.
 """
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from holdfast.certificates import NoCertificate, certify
 from holdfast.kernels import fp32_linear, grouped, token_mixing  # noqa: F401  (they define the operators)
 from holdfast.routing import Context, Router, RouterCache, Routing
-from holdfast.routing.declarations import LayerSizes
+from holdfast.routing.declarations import FLOAT, LayerSizes
 from holdfast.testing.router_under_test import HEADS, STEEP, WIDTH, NotApplicable, RouterUnderTest, objective, state_of
 
 LENGTH = 17
 NUMBER = 4  # bytes: tokens here are float32
+KEPT_WITHIN = 4  # the factor by which declared bytes for the backward may differ from saved ones
 WITHIN = 0.999  # of a certified radius: the float32 sum of token and perturbation is rounded
 ATTACK_STEPS = 12
 DIRECTIONS = 24
@@ -24,7 +27,10 @@ BISECTIONS = 22  # then two inputs differ by about one rounding
 
 
 def cost(subject: RouterUnderTest) -> None:
-    """Check that declared cached bytes and bytes that ranks exchange equal the counted ones."""
+    """Check that declared cached bytes and bytes that ranks exchange equal the counted ones.
+
+    Check that those kept for the backward are about as many as autograd saves; devices and kernels save different tensors.
+    """
     sizes = _layer_sizes(subject.prototype)
     undeclared = [type(part).__name__ for part in subject.prototype.all_parts if part.declares.cost is None]
     if undeclared:
@@ -40,11 +46,45 @@ def cost(subject: RouterUnderTest) -> None:
         assert abs(total - count) <= 1e-9 * max(total, count), (
             f"the declared cost ({name}) is {total:g} bytes, but the counted cost is {count:g}"
         )
+    kept, saved, few = sum(cost.kept for cost in costs), _saved_bytes(subject), 4 * FLOAT * sizes.experts
+    assert saved <= KEPT_WITHIN * kept + few and kept <= KEPT_WITHIN * saved + few, (
+        f"the declared cost (kept) is {kept:g} bytes for a token, but autograd saves {saved:g}"
+    )
 
 
 def _layer_sizes(router: Router) -> LayerSizes:
     """Return the sizes of the layer of `RouterUnderTest.context`."""
     return LayerSizes(router.dim, router.experts, LENGTH, HEADS, WIDTH, WIDTH, NUMBER)
+
+
+def _saved_bytes(subject: RouterUnderTest) -> float:
+    """Return the bytes that autograd saves for one more token in a training forward, besides the inputs of the router."""
+
+    def total(sequences: int) -> int:
+        router, tokens = subject.build(), subject.tokens(sequences, LENGTH).requires_grad_()
+        context = subject.context(tokens.detach())
+        given = {tensor.untyped_storage().data_ptr() for value in (router, tokens, context) for tensor in _tensors(value)}
+        saved: dict[int, Tensor] = {}  # they are kept here, so that no address is used twice
+
+        def pack(tensor: Tensor) -> Tensor:
+            return saved.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            router(tokens, context)
+        return sum(tensor.untyped_storage().nbytes() for place, tensor in saved.items() if place not in given)
+
+    return (total(4) - total(2)) / (2 * LENGTH)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a module or a record."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, nn.Module):
+        yield from (*value.parameters(), *value.buffers())
+    elif is_dataclass(value):
+        for entry in fields(value):
+            yield from _tensors(getattr(value, entry.name))
 
 
 def _exchanged_bytes(subject: RouterUnderTest) -> tuple[int, float]:

@@ -31,19 +31,17 @@ from holdfast.model_size import in_gib, memory_for_training
 from holdfast.planning.meta_model import Change, Choice, sparsify_on_meta
 from holdfast.planning.planning import CONFIG_ERRORS
 from holdfast.routing import Router
-from holdfast.routing.layer_names import resolve_layers, routers_by_layer
+from holdfast.routing.layer_names import resolve_layers, routers_by_layer, shared_k
 from holdfast.train.recipe import Recipe, RouterChoice, SparsePart
 from holdfast.train.start import wrong_entries
 from holdfast.train.task import Task, forward
 from holdfast.train.trainer_loop import processes
 
-DEFAULT_K = 2  # experts per token in a layer that was dense
-
 
 def put_router(model: Any, recipe: Recipe, choice: RouterChoice) -> bool:
     """Give the model the router, in place; return whether the model was dense and has new experts now."""
     sparse, losses = recipe.sparse, Losses(**asdict(recipe.losses))
-    k = sparse.k if choice.k is None else choice.k
+    k = shared_k(choice.router, sparse.k) if choice.k is None else choice.k
     if is_moe(model):
         _require_no_contradiction(sparse, model, recipe.model.checkpoint)
         if _has_router(model, choice, k):
@@ -53,7 +51,7 @@ def put_router(model: Any, recipe: Recipe, choice: RouterChoice) -> bool:
         return False
     if sparse.experts is None:
         raise ValueError(f"{recipe.model.checkpoint} is a dense model: set sparse.experts to the number of experts.")
-    k, copied = DEFAULT_K if k is None else k, starts_with_copies(recipe)
+    copied = starts_with_copies(recipe)
     if next(model.parameters()).is_meta:
         change = Change(sparse.experts, k, sparse.layers, sparse.hidden, copied, losses, sparse.shared)
         sparsify_on_meta(model, Choice(choice.name, choice.router, choice.options, choice.k), change)

@@ -1,0 +1,132 @@
+"""A wrong option of a router is an error of one sentence that names it."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from holdfast import create_router
+from holdfast.routing import SmoothTopK, TopK
+from holdfast.routing.noise import create_noise
+
+IDS = {"vocabulary": 50}
+WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "smoe": [
+        ({"k": 5}, "k is 5.* 4"),
+        ({"k": 0}, "k is 0.* 1"),
+        ({"weights": "softmx"}, "'softmax'"),
+        ({"noise": "gumbel", "noise_std": 0.5}, "noise_std is 0.5, but the noise is gumbel"),
+    ],
+    "smoe-dropout": [({"k_final": 9}, "k_final is 9.* 1")],
+    "xmoe": [({"width": 0}, "width is 0"), ({"temperature": -1.0}, "temperature is -1")],
+    "top-p": [
+        ({"p": 1.5}, "p is 1.5.* 0 and 1"),
+        ({"softness": 0.0}, "softness is 0.0"),
+        ({"noise_std": 0.5}, "noise_std is 0.5, but the noise is None.*noise='gaussian'"),
+    ],
+    "remoe": [
+        ({"l1": -1.0}, "l1 is -1.0.*negative"),
+        ({"l1_rate": 0.5}, "at least 1"),
+        ({"penalty": "loads"}, "'load'"),
+        ({"coefficient": "modle"}, "'model'"),
+        ({"warmup": 1.0}, "warmup is 1.0.*below 1"),
+        ({"noise": "gaussian", "noise_temperature": 2.0}, "noise_temperature is 2.0.*noise='gumbel'"),
+        ({"noise": "gumbel", "noise_temperature": 0.0}, "noise_temperature is 0.0.*positive"),
+    ],
+    "symphony": [
+        ({"beta": 1.0}, "beta is 1.0"),
+        ({"threshold": -0.1}, "threshold is -0.1"),
+        ({"init": "zeros"}, "'zero'"),
+        ({"normalize": "rows"}, "'row'"),
+        ({"normalize": "sinkhorn", "init": "zero"}, "identity"),
+    ],
+    "similarity": [
+        ({"tau": 0.0}, "tau is 0.0"),
+        ({"rank": 99}, "rank is 99"),
+        ({"strength": 2.0}, "strength is 2.0"),
+        ({"strength": "learnt"}, "strength is 'learnt'"),
+        ({"tau": "root"}, "tau is 'root'"),
+        ({"of": "atention"}, "'atention'.*attention"),
+        ({"form": "bilinar", "rank": 2}, "'bilinar'.*bilinear"),
+        ({"form": "bilinear"}, "give a rank"),
+        ({"from": "confidant"}, "'confidant'.*confident"),
+    ],
+    "similarity[from=confidant]": [({}, "option from is 'confidant'.*'confident'")],
+    "similarity[from=all]": [({"from_": "all"}, "from is given twice")],
+    "attention": [
+        ({"heads": "every"}, "heads is 'every'"),
+        ({}, "'attention'.*heads"),
+        ({"heads": 0}, "heads is 0"),
+        ({"heads": 2, "sigma": -1.0}, "sigma is -1.0"),
+    ],
+    "similarity+attention": [({"heads": 2}, "'similarity' and 'attention'")],
+    "ac": [
+        ({"spread": "madd"}, "'mad'"),
+        ({"stats": "runing"}, "'running'"),
+        ({"mix": 9}, "mix is 9.* 4"),
+        ({"skip": -1}, "skip is -1"),
+        ({"spread": "irq"}, "'iqr'"),
+        ({"scales": "exactly"}, "'exact'"),
+        ({"features": "randomly"}, "'random'"),
+        ({"features": "random", "spread": "iqr"}, "features='random' uses no spreads, so spread would"),
+    ],
+    "smooth": [
+        ({"control": "quantil"}, "'quantile'"),
+        ({"inference": "hrd"}, "'hard'"),
+        ({"budget": -1.0}, "budget is -1.0"),
+        ({"eps": -0.1}, "eps is -0.1"),
+        ({"alpha": 0.0}, "alpha is 0.0"),
+        ({"most": 1}, r"most is 1\b.* 2\b.* 4\b"),
+        ({"most": 9}, r"most is 9\b.* 2\b.* 4\b"),
+        ({"a": 0.0}, "a is 0.0; an exponent"),
+        ({"b": -1.0}, "b is -1.0; an exponent"),
+        ({"a": math.inf}, "a is inf"),
+        ({"eta": -3.0}, "eta is -3.0; expected control='loss'"),
+        ({"eta": math.nan, "control": "loss"}, "eta is nan, not a number"),
+        ({"noise": "gausian"}, "'gaussian'"),
+        ({"noise": "uniform", "noise_std": -1.0}, "noise_std is -1.0.*not negative"),
+    ],
+    "expert-choice": [({"factor": 0.0}, "factor is 0.0"), ({"evaluate": "sane"}, "same")],
+    "sinkhorn": [({"bias": "runing"}, "running")],
+    "base": [({"k": 9}, "k is 9")],
+    "capacity": [({"factor": 0}, "factor is 0"), ({"policy": "drp"}, "drop"), ({"order": "x"}, "gate")],
+    "hash": [
+        ({}, "needs the option vocabulary"),
+        ({"vocabulary": 0}, "vocabulary is 0"),
+        ({**IDS, "frequencies": [1.0] * 50}, "add balanced=True"),
+        ({**IDS, "frequencies": [1.0], "balanced": True}, r"shape \(1,\)"),
+    ],
+    "stablemoe": [
+        ({**IDS, "stage": 1.5}, "stage is 1.5"),
+        ({**IDS, "width": 0}, "width is 0"),
+        ({**IDS, "distill": -1.0}, "distill is -1"),
+    ],
+    "hierarchical": [
+        ({"groups": 0}, "groups is 0"),
+        ({"groups": 10}, "groups is 10"),
+        ({"groups": 3, "top_groups": 4}, "top_groups is 4"),
+        ({"groups": 2, "top_groups": 1, "k": 4}, "use at least 2 groups"),
+    ],
+}
+CASES = [(name, options, says) for name, cases in WRONG.items() for options, says in cases]
+
+
+@pytest.mark.parametrize(("name", "options", "says"), CASES, ids=str)
+def test_a_wrong_option_is_one_clear_sentence(name: str, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says) as caught:
+        create_router(name, dim=8, experts=4, **options)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("build", "says"),
+    [
+        (lambda: TopK(3, 1, weights="softmx"), "'softmax'"),  # type: ignore[arg-type]
+        (lambda: SmoothTopK(3, 1, control="quantil"), "'quantile'"),  # type: ignore[arg-type]
+        (lambda: create_noise(4, 3, noise="gausian"), "'gaussian'"),  # type: ignore[arg-type]
+    ],
+)
+def test_constructors_check_what_no_name_has_checked(build: Callable[[], object], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        build()
