@@ -195,7 +195,7 @@ def test_the_check_sees_an_instrument_that_asks_for_a_class(tmp_path: Path) -> N
         "certificates/method.py": "type(rule).ranks is Rule.ranks",
     }
     right = {
-        "hub/rows.py": "from holdfast.routing.selection import Softmax\nSoftmax(renormalise=True)",
+        "hub/rows.py": "from holdfast.routing.rules import Softmax\nSoftmax(renormalise=True)",
         "attacks/fine.py": "from holdfast.routing import Router, Selector\nisinstance(x, Router)",
         "layers/fine.py": "from holdfast.routing import TopK",
     }

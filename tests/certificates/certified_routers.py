@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from holdfast.certificates import Gate
 from holdfast.hub.families import GROUPED_SIGMOID
 from holdfast.routing import Attention, Context, Linear, Previous, Router, Routing, create_router
-from holdfast.routing.selection import Rule
+from holdfast.routing.rules import Rule
 
 # name of the subject -> (name of the router, its options, experts, k)
 ROUTERS: dict[str, tuple[str, dict[str, Any], int, int]] = {

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from holdfast.certificates import NORMS, Gate, Norm, certify, undecided
 from holdfast.routing import Context, Router, TopK, create_router
-from holdfast.routing.selection import Softmax
+from holdfast.routing.rules import Softmax
 
 SWAPPING = [name for name in EXACT if "remoe" not in name]
 

@@ -17,9 +17,9 @@ from holdfast.kernels.statistics import midpoint, order_statistic
 from holdfast.kernels.statistics import triton as statistics_triton
 from holdfast.routing.clustering import FEWEST_TOKENS, MEMORY, SMALLEST_SPREAD, Clustered, feature_scales
 from holdfast.routing.records import Context
-from holdfast.routing.rules import Scores
+from holdfast.routing.rules import Scores, Softmax
 from holdfast.routing.scores import Linear
-from holdfast.routing.selection import Softmax, TopK
+from holdfast.routing.selection import TopK
 from holdfast.routing.smoothing import MEMORY as WIDTH_MEMORY
 from holdfast.routing.smoothing import SmoothTopK
 from holdfast.routing.state import is_set

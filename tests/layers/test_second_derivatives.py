@@ -106,7 +106,7 @@ def test_the_reference_of_the_selection_kernel_equals_its_weights(how: str) -> N
     scores = torch.randn(5, 6)
     amounts = scores if how == "softmax" else scores.softmax(-1)
     selector = holdfast.routing.SmoothTopK(6, 2, eps=0.8, a=2.0, b=9.0)
-    selector.rule = holdfast.routing.selection.Softmax(renormalise=how != "raw")
+    selector.rule = holdfast.routing.rules.Softmax(renormalise=how != "raw")
     kind = holdfast.routing.Scores(scores, scores.softmax(-1), informed=how == "shares", raw=scores)
     ranked = kind.key
     chosen = selector.eval()(kind, scores, Context())

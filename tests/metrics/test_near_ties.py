@@ -11,7 +11,7 @@ import holdfast
 from holdfast.metrics import Boundary, NearTies, boundary_of, levels_of
 from holdfast.routing import ExpertGraph, Router, Routing, Scores, TopK
 from holdfast.routing.declarations import SIGMOID
-from holdfast.routing.selection import Rule, Softmax
+from holdfast.routing.rules import Rule, Softmax
 
 WIDTHS = (0.05, 0.5, 2.0)
 

@@ -10,7 +10,7 @@ import holdfast
 from holdfast import Router
 from holdfast.certificates import certify
 from holdfast.routing.hierarchy import GroupedRule
-from holdfast.routing.selection import Softmax
+from holdfast.routing.rules import Softmax
 
 
 def build(name: str = "hierarchical", **options: Any) -> Router:

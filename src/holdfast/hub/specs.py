@@ -19,7 +19,7 @@ from holdfast.routing import Router
 from holdfast.routing.layer_names import NATIVE as NATIVE
 from holdfast.routing.presets import REGISTRY
 from holdfast.routing.registry import HostModel
-from holdfast.routing.selection import Rule, Softmax
+from holdfast.routing.rules import Rule, Softmax
 from holdfast.version import VERSION
 
 FORMAT = 1

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from holdfast.kernels.select import top
 from holdfast.routing.declarations import Conditions, NoCertificate, best, joined_conditions, swap_conditions
-from holdfast.routing.rules import EXCLUDED, Rule, Scores
-from holdfast.routing.selection import Softmax, TopK, check_k
+from holdfast.routing.rules import EXCLUDED, Rule, Scores, Softmax
+from holdfast.routing.selection import TopK, check_k
 
 
 class GroupedRule(Rule):

@@ -20,8 +20,9 @@ from holdfast.routing.grammar import option_name, split_options
 from holdfast.routing.noise import create_noise
 from holdfast.routing.parts import Informer, Part, Score, Selector
 from holdfast.routing.router import LossTerms, Router
+from holdfast.routing.rules import Rule
 from holdfast.routing.scores import Linear
-from holdfast.routing.selection import Rule, TopK, check_k
+from holdfast.routing.selection import TopK, check_k
 
 # What a part can fill, in the order of the pipeline. "cluster" wraps the score and "capacity" the selector; "expert" and
 # "token" are the two sides of the stage inform.

@@ -1,7 +1,7 @@
 """What a selector reads and returns, and the rules by which experts are ranked and weighted.
 
 Scores      the same scores as logits and as gates
-Rule        how logits become gates, how experts are ranked, how selected experts are weighted
+Rule        how logits become gates, how experts are ranked, how selected experts are weighted; `Softmax` is the usual one
 Selection   the experts and weights that a selector returns
 """
 
@@ -13,8 +13,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from holdfast.kernels.select import TINY, Amounts, top
-from holdfast.routing.declarations import SOFTMAX, Compared, Conditions, GateFunction
+from holdfast.kernels.select import TINY, Amounts, top, weigh
+from holdfast.routing.declarations import SOFTMAX, Compared, Conditions, GateFunction, keep_best
 from holdfast.routing.records import Routing
 
 EXCLUDED = torch.finfo(torch.float32).min  # a rank; not -inf, because ONNX cannot sort infinities
@@ -113,6 +113,32 @@ class Rule(ABC):
     def conditions(self, scores: Scores, k: int) -> Conditions | None:
         """Declare the conditions under which tokens keep their k experts; None if no certificate is known."""
         return None
+
+
+class Softmax(Rule):
+    """Gates are a softmax of the logits; weights are the gates, divided by their sum if `renormalise`."""
+
+    def __init__(self, renormalise: bool) -> None:
+        self.renormalise = renormalise
+        self.weights_option = "softmax" if renormalise else "switch"
+
+    def amounts(self, scores: Scores) -> Amounts:
+        if self.renormalise and not scores.informed:
+            return Amounts(scores.logits, "softmax")
+        return Amounts(scores.gates, "shares" if self.renormalise else "raw")
+
+    def weigh(self, scores: Scores, experts: Tensor, in_use: Tensor, fade: Tensor | None, k: int) -> Tensor:
+        return weigh(self.amounts(scores), experts, in_use, fade)
+
+    def conditions(self, scores: Scores, k: int) -> Conditions | None:
+        return keep_best(scores.key, k, scores.compares)
+
+
+def faded_gates(scores: Scores, experts: Tensor, in_use: Tensor, fade: Tensor | None) -> Tensor:
+    """Return (B,N,K): the gates of the slots in use, times the factors exp(fade); 0 in other slots."""
+    gates = scores.gates.gather(-1, experts)
+    gates = gates if fade is None else gates * fade.exp()
+    return gates.where(in_use, 0.0)
 
 
 class Selection(NamedTuple):

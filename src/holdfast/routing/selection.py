@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from holdfast.errors import require_known
-from holdfast.kernels.select import Amounts, select_top_k, top, weigh
-from holdfast.routing.declarations import ActiveExperts, Conditions, Cost, keep_best, selection_bytes
+from holdfast.kernels.select import select_top_k, top
+from holdfast.routing.declarations import ActiveExperts, Cost, selection_bytes
 from holdfast.routing.parts import Selector, SelectorDeclarations
 from holdfast.routing.records import Context
-from holdfast.routing.rules import Rule as Rule
-from holdfast.routing.rules import Scores, Selection
+from holdfast.routing.rules import Rule, Scores, Selection, Softmax
 
 
 class TopK(Selector):
@@ -90,32 +89,6 @@ class TopK(Selector):
 
     def held_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
         return self.rule.held_weights(experts, scores, live)
-
-
-class Softmax(Rule):
-    """Gates are a softmax of the logits; weights are the gates, divided by their sum if `renormalise`."""
-
-    def __init__(self, renormalise: bool) -> None:
-        self.renormalise = renormalise
-        self.weights_option = "softmax" if renormalise else "switch"
-
-    def amounts(self, scores: Scores) -> Amounts:
-        if self.renormalise and not scores.informed:
-            return Amounts(scores.logits, "softmax")
-        return Amounts(scores.gates, "shares" if self.renormalise else "raw")
-
-    def weigh(self, scores: Scores, experts: Tensor, in_use: Tensor, fade: Tensor | None, k: int) -> Tensor:
-        return weigh(self.amounts(scores), experts, in_use, fade)
-
-    def conditions(self, scores: Scores, k: int) -> Conditions | None:
-        return keep_best(scores.key, k, scores.compares)
-
-
-def faded_gates(scores: Scores, experts: Tensor, in_use: Tensor, fade: Tensor | None) -> Tensor:
-    """Return (B,N,K): the gates of the slots in use, times the factors exp(fade); 0 in other slots."""
-    gates = scores.gates.gather(-1, experts)
-    gates = gates if fade is None else gates * fade.exp()
-    return gates.where(in_use, 0.0)
 
 
 def by_weight(experts: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

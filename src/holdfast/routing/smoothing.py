@@ -40,8 +40,8 @@ from holdfast.routing.balanced import as_ratio
 from holdfast.routing.declarations import INTEGER, ActiveExperts, Cost, LayerSizes, selection_bytes
 from holdfast.routing.parts import Selector, SelectorDeclarations, normalise
 from holdfast.routing.records import Context
-from holdfast.routing.rules import Scores, Selection
-from holdfast.routing.selection import Rule, Softmax, by_weight, check_k
+from holdfast.routing.rules import Rule, Scores, Selection, Softmax
+from holdfast.routing.selection import by_weight, check_k
 from holdfast.routing.state import StatefulPart, flag, sum_over_ranks
 
 MEMORY = 0.95  # weight of the old value in the running mean of the width

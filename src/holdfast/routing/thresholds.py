@@ -45,8 +45,8 @@ from holdfast.routing.declarations import (
 )
 from holdfast.routing.parts import Noise, Part, Selector, SelectorDeclarations, normalise
 from holdfast.routing.records import Context
-from holdfast.routing.rules import Rule, Scores, Selection, gather_slots
-from holdfast.routing.selection import check_k, faded_gates
+from holdfast.routing.rules import Rule, Scores, Selection, faded_gates, gather_slots
+from holdfast.routing.selection import check_k
 from holdfast.routing.state import StatefulPart, is_set, mean_over_ranks
 
 NO_CONDITIONS = (

@@ -25,8 +25,7 @@ from holdfast.routing.declarations import (
     keep_best_in_groups,
 )
 from holdfast.routing.parts import normalise
-from holdfast.routing.rules import Rule, Scores
-from holdfast.routing.selection import Softmax, faded_gates
+from holdfast.routing.rules import Rule, Scores, Softmax, faded_gates
 
 GROUPS, GROUPS_KEPT = "num_group", "topk_group"  # attributes of gates with groups of experts
 RENORMALISES = "norm_topk_prob"  # the attribute of gates that says whether weights are divided by their sum
