@@ -317,7 +317,7 @@ def _shipped(name: str) -> str:
 
 
 def _parse(text: str, name: str, changes: Mapping[str, Any]) -> Recipe:
-    values = _from_yaml(text, name)
+    values = from_yaml(text, name)
     if not isinstance(values, dict):
         raise ValueError(f"recipe {name} is not a mapping of keys to values.")
     values = _changed(values, changes)
@@ -328,7 +328,7 @@ def _parse(text: str, name: str, changes: Mapping[str, Any]) -> Recipe:
     return recipe
 
 
-def _from_yaml(text: str, name: str) -> Any:
+def from_yaml(text: str, name: str) -> Any:
     """Return the values of a YAML text. Aliases raise ValueError: a few of them can expand to more than fits in memory."""
     require_extra("reading a recipe", "yaml")
     import yaml
