@@ -63,8 +63,8 @@ def model(shape: Shape, router: str, device: str) -> Any:
 
 def captured(made: Any, ids: Tensor) -> Callable[[], object]:
     """Return a step that is captured as in `holdfast compare`; it raises an error if that is not possible."""
-    training = TrainingPart(steps=1, batch=len(ids), learning_rate=1e-4)
-    step = CapturedStep(TrainingStep(made, adamw(made, training), training.learning_rates(1), 1, 1.0, "bf16"))
+    training = TrainingPart(steps=1, batch=len(ids), learning_rate=1e-4, precision="bf16")
+    step = CapturedStep(TrainingStep(made, adamw(made, training), training, 1))
     made.config.use_cache = False  # as the training loop does
     batch = [{"input_ids": ids, "labels": ids}]
     for _ in range(5):

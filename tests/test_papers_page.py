@@ -10,11 +10,11 @@ import torch
 import transformers
 from tiers import quick_or_slow
 
-from holdfast.cli.common import changes
 from holdfast.planning.meta_model import Change, Choice, sparsify_on_meta
 from holdfast.routing.grammar import split_routers
 from holdfast.routing.layer_names import resolve_layers, routers_by_layer
 from holdfast.train import Recipe, RouterChoice, load_recipe, parse_routers
+from holdfast.train.recipe import parse_pairs
 from holdfast.train.start import HEADS
 
 PAGE = (Path(__file__).parent.parent / "docs" / "papers.md").read_text(encoding="utf-8")
@@ -45,7 +45,7 @@ def options(command: str) -> dict[str, list[str]]:
 
 def recipe_of(given: dict[str, list[str]]) -> Recipe:
     (name,) = given["--recipe"]
-    return load_recipe(name, changes(tuple(given.get("--set", ()))))
+    return load_recipe(name, parse_pairs(given.get("--set", ()), "training.steps=50"))
 
 
 def build_on_meta(recipe: Recipe, choice: RouterChoice) -> None:

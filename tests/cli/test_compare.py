@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cli.conftest import SMALL
 from commands import Command
 from report.stored import difference, parse, stored
 from tiers import quick_or_slow
@@ -20,18 +21,8 @@ import holdfast
 from holdfast.cli.compare import print_tables
 from holdfast.comparing import matched_baseline
 from holdfast.errors import MissingExtra
-from holdfast.train.recipe import parse_routers
+from holdfast.train.recipe import parse_pairs, parse_routers
 from holdfast.train.results import Results, Row
-
-SMALL = [
-    "training.steps=6",
-    "training.batch=4",
-    "data.length=16",
-    "data.vocabulary=200",
-    "model.config.hidden_size=32",
-    "model.config.intermediate_size=32",
-    "sparse.hidden=16",
-]
 
 
 def test_figures_up_to_1_are_shown_with_four_decimals(capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,21 +35,13 @@ def test_figures_up_to_1_are_shown_with_four_decimals(capsys: pytest.CaptureFixt
     assert mentions(capsys.readouterr().out, "0.8612", "0.8735", "+0.0123", "(+0.004 to", "+0.021)")
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    from holdfast.data import python_topics
-
-    path = tmp_path / "some.txt"
-    path.write_text("\n\n".join(list(python_topics().values())[:8])[:40_000])
-    return path
-
-
 @pytest.mark.parametrize("in_a_process", quick_or_slow([False, True], [False]))
 def test_a_comparison_ends_with_a_table_and_the_path_of_its_figures(
     in_a_process: bool, text: Path, tmp_path: Path, command: Command
 ) -> None:
     out = tmp_path / "out"
-    given = ["--routers", "smoe,smooth", "--seeds", "2", "--out", str(out), "--set", f"data.source={text}", *SMALL]
+    given = ["--routers", "smoe,smooth", "--seeds", "2", "--out", str(out)]
+    given += ["--set", f"data.source={text}", "training.steps=6", *SMALL]
     if in_a_process:
         line = [sys.executable, "-m", "holdfast", "compare", *given]
         done = subprocess.run(line, capture_output=True, text=True, env={**os.environ, "COLUMNS": "80"})
@@ -95,7 +78,7 @@ def row(router: str, experts: float) -> Row:
 
 
 def test_compare_is_a_function_that_returns_what_the_command_stores(text: Path, tmp_path: Path) -> None:
-    changes = {"data.source": str(text), **dict(map(_changed, SMALL)), "training.steps": 2}
+    changes = {"data.source": str(text), **parse_pairs(SMALL, ""), "training.steps": 2}
     steps: list[int] = []
     results = holdfast.compare(
         ["smoe", "smooth[budget=0.5]"],
@@ -114,11 +97,6 @@ def test_compare_without_its_extra_says_which(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "plotly", None)
     with pytest.raises(MissingExtra, match="needs plotly"):
         holdfast.compare("smoe")
-
-
-def _changed(pair: str) -> tuple[str, int]:
-    key, _, value = pair.partition("=")
-    return key, int(value)
 
 
 def test_the_baseline_of_equal_compute_has_as_many_experts_as_the_router_that_uses_most() -> None:

@@ -2,13 +2,14 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from cli import conftest
 from commands import Command
 from test_docs import ROOT, blocks
 
@@ -19,19 +20,7 @@ from holdfast.data import corpora, corpus, image_set, image_sets
 from holdfast.metrics import METRICS, ChosenMetrics
 
 EXAMPLES = blocks(ROOT / "CONTRIBUTING.md", "python")[1:]
-SMALL = ["training.steps=2", "training.batch=2", "data.length=16", "data.vocabulary=200"]
-SMALL += ["model.config.hidden_size=32", "model.config.intermediate_size=32", "sparse.hidden=16"]
-
-
-@pytest.fixture(autouse=True)
-def nothing_left() -> Iterator[None]:
-    """Unregister what a test has registered, with a plugin or without."""
-    before = [(registry, registry.names()) for registry in plugins._registries]
-    yield
-    for registry, known in before:
-        for name in set(registry.names()) - set(known):
-            registry.remove(name)
-    plugins._plugins.clear()
+SMALL = [*conftest.SMALL, "training.steps=2"]
 
 
 @pytest.fixture
@@ -91,17 +80,12 @@ KINDS = ("datasets", "attacks", "metrics")
 
 
 def test_a_run_without_its_plugin_or_with_another_version_is_one_sentence(
-    files: list[str], command: Command, caplog: pytest.LogCaptureFixture
+    files: list[str], command: Command, known_names: dict[str, set[str]], caplog: pytest.LogCaptureFixture
 ) -> None:
     given = ["compare", "--routers", "smoe", "--seeds=1", "--out", "compared", "--set", *SMALL, "data.source=sums"]
     run(command, *given, *files)
     home = "compared/cells/smoe-seed0"
-    names = {registry: registry.names() for registry in plugins._registries}
-    for registry, known in names.items():
-        for name in {name for plugin in plugins._plugins for name in plugin.provides.get(registry.plural, ())}:
-            assert name in known
-            registry.remove(name)
-    plugins._plugins.clear()
+    conftest.forget(known_names)
     assert "needs dataset 'sums' of the plugin example0.py" in refused(command, "evaluate", home)
     Path("own.txt").write_text("\n\n".join(f"line {n} of a text of one's own." for n in range(400)))
     run(command, "evaluate", home, "--source", "own.txt")  # other data need no plugin

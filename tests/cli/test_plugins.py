@@ -3,16 +3,15 @@
 import json
 import os
 import sys
-from collections.abc import Iterator
 from importlib.metadata import Distribution, EntryPoint
 from pathlib import Path
 
 import pytest
+from cli.conftest import SMALL, forget
 from commands import Command
 
 import holdfast
 from holdfast import plugins
-from holdfast.data import python_topics
 from holdfast.plugins import load_plugin, plugins_of, require_plugins
 from holdfast.routing.presets import REGISTRY
 
@@ -26,40 +25,17 @@ class Doubled(Linear):
         super().__init__(dim, experts)
         self.times = times
 """
-SMALL = [
-    "--seeds=1",
-    "--set",
-    "training.steps=2",
-    "training.batch=2",
-    "data.source=some.txt",
-    "data.length=16",
-    "data.vocabulary=200",
-    "model.config.hidden_size=32",
-    "model.config.intermediate_size=32",
-    "sparse.hidden=16",
-]
 
 
 @pytest.fixture
 def plugin(tmp_path: Path) -> Path:
     (tmp_path / "own.py").write_text(PLUGIN)
-    (tmp_path / "some.txt").write_text("\n\n".join(list(python_topics().values())[:4])[:20_000])
     return tmp_path / "own.py"
 
 
-def forget() -> None:
-    """Unregister the routers of every plugin, as in a process that has loaded none."""
-    for one in plugins._plugins:
-        for registry in plugins._registries:
-            for name in one.provides.get(registry.plural, ()):
-                registry.remove(name)
-    plugins._plugins.clear()
-
-
-@pytest.fixture(autouse=True)
-def no_plugins_left() -> Iterator[None]:
-    yield
-    forget()
+@pytest.fixture
+def small(text: Path) -> list[str]:
+    return ["--seeds=1", "--set", f"data.source={text}", "training.steps=2", *SMALL]
 
 
 def test_a_plugin_joins_the_grammar_with_its_options(plugin: Path) -> None:
@@ -130,11 +106,18 @@ def test_commands_build_the_routers_of_a_plugin(plugin: Path, command: Command) 
 
 
 def test_what_was_trained_with_a_plugin_says_which_one_it_needs(
-    plugin: Path, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    plugin: Path,
+    small: list[str],
+    text: Path,
+    known_names: dict[str, set[str]],
+    command: Command,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     given = ["--plugin", str(plugin)]
-    done = command("compare", "--routers", "doubled", *SMALL, "--out", "compared", *given)
+    done = command("compare", "--routers", "doubled", *small, "--out", "compared", *given)
     assert done.returncode == 0, done.stderr
     (entry,) = plugins_of(routers=["doubled"])
     home = "compared/cells/doubled-seed0"
@@ -142,28 +125,28 @@ def test_what_was_trained_with_a_plugin_says_which_one_it_needs(
         assert json.loads(record.read_text())["plugins"] == [entry]
     assert json.loads(Path("compared/results.json").read_text())["cells"][0]["plugins"] == [entry]
     for arguments in (["evaluate", home], ["attack", home, "words", "--rate", "0.1"], ["audit", home], ["certify", home]):
-        forget()
+        forget(known_names)
         lacking = command(*arguments)
         assert lacking.returncode == 2 and "'doubled' of the plugin own.py" in lacking.stderr
         assert entry["checksum"][:12] in lacking.stderr and "--plugin FILE" in lacking.stderr
-    forget()
-    assert command("evaluate", home, "--source", "some.txt", *given).returncode == 0
+    forget(known_names)
+    assert command("evaluate", home, "--source", str(text), *given).returncode == 0
     assert "another version of the plugin" not in caplog.text
-    forget()
+    forget(known_names)
     plugin.write_text(PLUGIN + "# changed\n")
-    assert command("certify", home, "--source", "some.txt", "--length", "16", "--tokens", "64", *given).returncode == 0
+    assert command("certify", home, "--source", str(text), "--length", "16", "--tokens", "64", *given).returncode == 0
     assert "another version of the plugin own.py" in caplog.text
-    other = command("compare", "--routers", "doubled", *SMALL, "--out", "compared", *given)
+    other = command("compare", "--routers", "doubled", *small, "--out", "compared", *given)
     assert other.returncode == 2 and "another plugin" in other.stderr
 
 
 @pytest.mark.slow  # two processes import everything
 def test_the_workers_of_a_comparison_load_the_plugin_too(
-    plugin: Path, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plugin: Path, small: list[str], command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     given = ["--jobs", "2", "--out", "compared", "--plugin", str(plugin)]
-    done = command("compare", "--routers", "doubled,doubled[times=3]", *SMALL, *given)
+    done = command("compare", "--routers", "doubled,doubled[times=3]", *small, *given)
     assert done.returncode == 0, done.stderr
 
 
@@ -193,12 +176,14 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "own_routers.py"
 
 
-def test_an_installed_package_with_an_entry_point_is_found_by_name(installed: Path) -> None:
+def test_an_installed_package_with_an_entry_point_is_found_by_name(
+    installed: Path, known_names: dict[str, set[str]]
+) -> None:
     installed.write_text(PLUGIN)
     assert holdfast.create_router("doubled", dim=4, experts=3).dim == 4
     entry = {"name": "own-routers 1.2", "routers": ["doubled"], "checksum": None}
     assert plugins_of(routers=["doubled"]) == [entry]
-    forget()
+    forget(known_names)
     with pytest.raises(ValueError, match=r"'doubled' of the plugin own-routers 1\.2: install that package"):
         require_plugins([entry], "it")
 

@@ -9,30 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from cli import conftest
 
 from holdfast_command import main
 
-SMALL = [
-    "training.steps=8",
-    "training.batch=4",
-    "training.save_every=4",
-    "data.length=16",
-    "data.vocabulary=200",
-    "model.config.hidden_size=32",
-    "model.config.intermediate_size=32",
-    "sparse.hidden=16",
-    "attack.rate=0.2",
-]
+SMALL = [*conftest.SMALL, "training.steps=8", "training.save_every=4", "attack.rate=0.2"]
 IMAGES = ["training.steps=4", "training.batch=16", "model.config.hidden_size=32", "sparse.hidden=32", "attack.examples=16"]
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from holdfast.data import python_topics
-
-    path = tmp_path_factory.mktemp("text") / "some.txt"
-    path.write_text("\n\n".join(list(python_topics().values())[:12])[:30_000])
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -102,13 +102,6 @@ def test_a_batch_has_as_many_images_of_each_domain(folder: Path) -> None:
     assert not torch.equal(order.numbers(0), found.order("photo", 12, 8, split_seed=7).numbers(0))
 
 
-def test_a_batch_that_cannot_be_equal_is_refused() -> None:
-    with pytest.raises(ValueError, match="does not have as many of each of 3 domains"):
-        DomainOrder({"a": 5, "b": 5, "c": 5}, 10, seed=0)
-    with pytest.raises(ValueError, match="no step -1"):
-        DomainOrder({"a": 5, "b": 5}, 2, seed=0).numbers(-1)
-
-
 def test_images_in_memory_are_those_of_the_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = domain_set(folder, size=5)
     kept.read()

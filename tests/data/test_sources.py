@@ -36,7 +36,7 @@ def test_every_source_is_listed_with_a_line_of_its_own() -> None:
 def test_wikitext_2_has_exactly_the_published_tokens(shared: Path) -> None:
     """Its published vocabulary of 33,278 words covers all of them: unknown words are written as <unk> in the text."""
     source = corpus("wikitext-2", folder=shared)
-    words = tokenizer(source)
+    words = tokenizer(source, "lines")
     assert [len(words.stream(source.documents(split))) for split in source.splits] == [2_088_628, 217_646, 245_569]
     assert len(words) == 33_278 and words.end is not None
     test = words.stream(source.documents("test"))
@@ -52,7 +52,6 @@ def test_enwik8_is_cut_at_its_usual_places(shared: Path) -> None:
     assert all(part.element_size() == 1 for part in tokens.values())  # 90 million int64 would take 720 MB
     assert Bytes().decode(tokens["train"][:10]) == "<mediawiki"
     assert Bytes().decode(tokens["train"][-4:]) + Bytes().decode(tokens["valid"][:3]) == "orthern"
-    assert tokenizer(source).name == "bytes"
 
 
 @pytest.mark.parametrize("ending", WRITERS)
@@ -126,7 +125,7 @@ def test_no_more_of_a_stream_is_read_than_needed(tmp_path: Path) -> None:
 def test_the_words_of_a_stream_are_not_counted(tmp_path: Path) -> None:
     c4(tmp_path)
     with pytest.raises(ValueError, match="count words"):
-        tokenizer(corpus("c4", folder=tmp_path))
+        tokenizer(corpus("c4", folder=tmp_path), "words")
 
 
 def test_through_the_datasets_package_c4_is_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

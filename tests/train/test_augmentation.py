@@ -92,7 +92,7 @@ def test_examples_on_a_gpu_are_made_there_if_pixels_only_move(case: str, digits:
     """`Examples.on` passes the device on; the loop calls it with that of the model. `meta` stands for a GPU."""
     examples = augmented(digits({"training.augment": CASES[case]}))
     assert examples.on(torch.device("cpu")) is examples
-    assert isinstance(examples.on(torch.device("meta")).fetch_at, MovedImages if case == "flip" else AugmentedImages)
+    assert isinstance(examples.on(torch.device("meta")).fetch, MovedImages if case == "flip" else AugmentedImages)
 
 
 @pytest.mark.parametrize("case", [name for name in CASES if name not in ("pad", "flip")])

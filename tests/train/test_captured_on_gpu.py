@@ -74,9 +74,9 @@ def batches(count: int, length: int = LENGTH) -> list[dict[str, Tensor]]:
     return [{"input_ids": ids, "labels": ids} for ids in found]
 
 
-def step_of(model: Any, *, accumulate: int = 1, precision: str = "fp32", **options: Any) -> TrainingStep:
+def step_of(model: Any, **options: Any) -> TrainingStep:
     training = TrainingPart(steps=STEPS, batch=SEQUENCES, learning_rate=1e-3, weight_decay=0.01, warmup=10, **options)
-    return TrainingStep(model, adamw(model, training), training.learning_rates(STEPS), accumulate, 1.0, precision)
+    return TrainingStep(model, adamw(model, training), training, STEPS)
 
 
 def train(step: Any, model: Any, data: list[Any], accumulate: int = 1) -> Tensor:
@@ -92,6 +92,15 @@ def train(step: Any, model: Any, data: list[Any], accumulate: int = 1) -> Tensor
     return torch.stack(losses).cpu()
 
 
+def replayed(data: list[Any], plain: Any, model: Any, *, atol: float = 1e-5, **options: Any) -> CapturedStep:
+    """Train both models, the second with a captured step, which is returned; both must have the same losses."""
+    accumulate = options.get("accumulate", 1)
+    expected = train(step_of(plain, **options), plain, data, accumulate)
+    step = CapturedStep(step_of(model, **options))
+    torch.testing.assert_close(train(step, model, data, accumulate), expected, atol=atol, rtol=0)
+    return step
+
+
 def differences(model: nn.Module, other: nn.Module) -> list[str]:
     found, expected = (dict(each.state_dict()) for each in (model, other))
     return [name for name, value in expected.items() if not torch.equal(value, found[name])]
@@ -100,13 +109,8 @@ def differences(model: nn.Module, other: nn.Module) -> list[str]:
 @pytest.mark.parametrize("kind", ROUTERS)
 def test_fifty_replayed_steps_are_fifty_steps(kind: str) -> None:
     router, options = ROUTERS[kind]
-    data = batches(STEPS)
     plain, model = build(router, **options), build(router, **options)
-    expected = train(step_of(plain), plain, data)
-    step = CapturedStep(step_of(model))
-    found = train(step, model, data)
-    assert step.is_captured
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    assert replayed(batches(STEPS), plain, model).is_captured
     assert differences(model, plain) == []
 
 
@@ -116,16 +120,13 @@ def test_steps_on_images_that_are_on_the_gpu_are_replayed(router: str) -> None:
     task = make_task(recipe)
     examples = task.examples(0)
     there = examples.on(torch.device("cuda"))
-    data = [there.fetch(examples.order.numbers(step)) for step in range(20)]
-    for step, batch in enumerate(data):
-        for name, value in examples.fetch(examples.order.numbers(step)).items():
+    places = [range(32 * step, 32 * step + 32) for step in range(20)]
+    data = [there.__getitems__(each) for each in places]
+    for each, batch in zip(places, data, strict=True):
+        for name, value in examples.__getitems__(each).items():
             torch.testing.assert_close(batch[name].cpu(), value)
     plain, model = (build_model(task, router, {}, seed=0).cuda().train() for _ in range(2))
-    expected = train(step_of(plain, precision="bf16"), plain, data)
-    captured = CapturedStep(step_of(model, precision="bf16"))
-    found = train(captured, model, data)
-    assert captured.is_captured
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    assert replayed(data, plain, model, precision="bf16").is_captured
     assert differences(model, plain) == []
 
 
@@ -143,7 +144,7 @@ def test_a_learning_rate_that_changes_at_every_step_reaches_replayed_steps(sched
     with soft_labels(model, 0.1):
         found = train(step, model, data)
     assert step.is_captured and step.step.done == STEPS
-    rates = [falling.schedule(done) for done in range(STEPS)]
+    rates = [1e-3 * falling.rate_factor(done) for done in range(STEPS)]
     assert len(set(rates[10:])) == STEPS - 10
     assert [float(group["lr"]) for group in step.step.optimizer.param_groups] == pytest.approx([rates[-1]] * 2, rel=1e-6)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
@@ -155,34 +156,20 @@ def test_a_learning_rate_that_changes_at_every_step_reaches_replayed_steps(sched
 
 @pytest.mark.parametrize("router", WAITING)
 def test_a_router_that_waits_is_not_captured(router: str, caplog: pytest.LogCaptureFixture) -> None:
-    data = batches(8)
-    plain, model = build(router, **WAITING[router]), build(router, **WAITING[router])
-    expected = train(step_of(plain), plain, data)
-    step = CapturedStep(step_of(model))
-    torch.testing.assert_close(train(step, model, data), expected, atol=1e-5, rtol=0)
+    step = replayed(batches(8), build(router, **WAITING[router]), build(router, **WAITING[router]))
     assert not step.is_captured and "without CUDA graphs, which is slower for small models: a step waits" in caplog.text
 
 
 def test_bf16_and_accumulated_batches_are_replayed() -> None:
-    data = batches(STEPS)
     plain, model = build("symphony+smooth"), build("symphony+smooth")
-    expected = train(step_of(plain, accumulate=2, precision="bf16"), plain, data, accumulate=2)
-    step = CapturedStep(step_of(model, accumulate=2, precision="bf16"))
-    found = train(step, model, data, accumulate=2)
-    assert step.is_captured
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    assert replayed(batches(STEPS), plain, model, accumulate=2, precision="bf16").is_captured
 
 
 def test_a_padded_batch_is_replayed() -> None:
     data = batches(STEPS)
     for number, batch in enumerate(data):
         batch["attention_mask"] = (torch.arange(LENGTH, device="cuda") < 30 + number % 30).long().expand(SEQUENCES, -1)
-    plain, model = build("smooth"), build("smooth")
-    expected = train(step_of(plain), plain, data)
-    step = CapturedStep(step_of(model))
-    found = train(step, model, data)
-    assert step.is_captured
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    assert replayed(data, build("smooth"), build("smooth"), atol=1e-4).is_captured
 
 
 def test_a_nan_in_a_replay_raises_with_the_name_of_the_first_layer() -> None:
@@ -254,11 +241,7 @@ def test_a_change_between_steps_counts(change: Any) -> None:
 
 def test_inputs_of_another_shape_run_without_a_graph() -> None:
     data = [*batches(FIRST_STEPS + 3), *batches(2, LENGTH // 2), *batches(4)]
-    plain, model = build("ac"), build("ac")
-    expected = train(step_of(plain), plain, data)
-    step = CapturedStep(step_of(model))
-    torch.testing.assert_close(train(step, model, data), expected, atol=1e-5, rtol=0)
-    assert step.is_captured
+    assert replayed(data, build("ac"), build("ac")).is_captured
 
 
 class Waiting(nn.Module):

@@ -80,7 +80,7 @@ def test_a_setting_that_changes_before_the_first_step_ends_compilation(
 ) -> None:
     """As in a resumed run whose first step sets the progress at which a router is frozen."""
     model, training = TwoLayers(), TrainingPart(steps=10, batch=1, learning_rate=0.1)
-    step = TrainingStep(model, adamw(model, training), training.learning_rates(10), 1, 1.0, "float32")
+    step = TrainingStep(model, adamw(model, training), training, 10)
     monkeypatch.setattr("torch.cuda.Stream", lambda: None)
     monkeypatch.setattr(CapturedStep, "_on_own_stream", lambda self: nullcontext())
     monkeypatch.setattr(CapturedStep, "_run_first_step", lambda self, inputs: self.step(inputs))

@@ -2,18 +2,15 @@
 
 import os
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 import torch
 
-from holdfast.cli.train import _source_option
+from holdfast.cli.train import source_option
 from holdfast.comparing import compare
 from holdfast.train import load_recipe
 from holdfast.train.image_attacks import BATCH, MOST_IN_BATCH, batch_size
 from holdfast.train.task_record import TaskRecord
-from holdfast.train.training import SingleRun
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 
@@ -26,9 +23,8 @@ def test_small_images_are_run_in_larger_batches_on_a_gpu() -> None:
 
 def test_a_model_of_cifar10_is_told_where_to_name_its_files(tmp_path: Path) -> None:
     """Both the line after training and the error of `evaluate`: --source alone does not find the files."""
-    single = cast(SingleRun, SimpleNamespace(recipe=load_recipe("cifar10-tiny")))
-    assert _source_option(single, tmp_path) == f" --data {tmp_path}"
-    record = TaskRecord(tmp_path, single.recipe, {})
+    assert source_option("cifar10", tmp_path) == f" --data {tmp_path}"
+    record = TaskRecord(tmp_path, load_recipe("cifar10-tiny"), {})
     with pytest.raises(ValueError, match="was trained on cifar10: add --data FOLDER"):
         record.source()
     assert record.source(data=tmp_path) == "cifar10"

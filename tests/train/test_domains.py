@@ -20,7 +20,7 @@ from holdfast.routing.scores import Cosine
 from holdfast.train import Comparison, Recipe, build_model, load_recipe, make_task, parse_routers
 from holdfast.train.building import put_router
 from holdfast.train.domain_summary import summarise_domains
-from holdfast.train.image_task import DomainTask
+from holdfast.train.image_task import DomainTask, ImageTask
 from holdfast.train.results import Results
 from holdfast.train.saved_model import load_model_and_task
 from holdfast.train.training import SingleRun
@@ -61,9 +61,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def small(folder: Path, **changes: Any) -> Recipe:
-    return load_recipe(
-        "gmoe-tiny", {**SMALL, "data.source": str(folder), **{k.replace("__", "."): v for k, v in changes.items()}}
-    )
+    named = {key.replace("__", "."): value for key, value in changes.items()}
+    return load_recipe("gmoe-tiny", {**SMALL, "data.source": str(folder), **named})
+
+
+def options(folder: Path) -> list[str]:
+    """Return the same changes as a user writes them after --set."""
+    return [f"{key}={json.dumps(value)}" for key, value in {**SMALL, "data.source": str(folder)}.items()]
 
 
 def domain_task(recipe: Recipe) -> DomainTask:
@@ -180,36 +184,17 @@ def test_the_page_and_the_table_have_the_held_out_domains(run: Path, folder: Pat
     page = (run / "report.html").read_text()
     assert "<h2>Held-out domains</h2>" in page and "worst, difference" in page
     assert "4 domains, art_painting, cartoon, photo and sketch, were held out in turn" in page
-    given = [f"{key}={json.dumps(value)}" for key, value in {**SMALL, "data.source": str(folder)}.items()]
-    again = command(
-        "compare", "--recipe", "gmoe-tiny", "--routers", "smoe,xmoe", "--seeds", "2", "--out", str(run), "--set", *given
-    )
+    given = ["--recipe", "gmoe-tiny", "--routers", "smoe,xmoe", "--seeds", "2", "--out", str(run)]
+    again = command("compare", *given, "--set", *options(folder))
     assert again.returncode == 0, again.stderr
     assert "Held-out domains" in again.stdout and "Fewer than 3 seeds cannot show" in again.stdout
 
 
 @pytest.mark.slow
 def test_train_holds_one_domain_out_and_evaluate_scores_it(run: Path, folder: Path, tmp_path: Path) -> None:
-    given = [f"{key}={json.dumps(value)}" for key, value in {**SMALL, "data.source": str(folder)}.items()]
     out = tmp_path / "trained"
-    assert (
-        main(
-            [
-                "train",
-                "gmoe-tiny",
-                "--router",
-                "xmoe",
-                "--seed",
-                "1",
-                "--out",
-                str(out),
-                "--set",
-                *given,
-                "data.held_out=photo",
-            ]
-        )
-        == 0
-    )
+    given = ["--router", "xmoe", "--seed", "1", "--out", str(out), "--set", *options(folder), "data.held_out=photo"]
+    assert main(["train", "gmoe-tiny", *given]) == 0
     cell = json.loads((run / "cells" / "xmoe-data.held_out=photo-seed1" / "result.json").read_text())
     model, task = load_model_and_task(str(out), source=str(folder))
     assert task.score(model)["clean"]["figure"] == cell["clean"]["figure"]  # the same run as the cell
@@ -263,7 +248,7 @@ def test_the_held_out_domain_is_an_axis_and_may_be_swept_in_part(folder: Path, t
 def test_validation_is_on_all_held_back_images_of_the_training_domains(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("holdfast.train.image_task.VALIDATION_IMAGES", 2)
+    monkeypatch.setattr(ImageTask, "validation_images", 2)
     task = domain_task(small(folder, data__held_out="photo"))
     held: Any = task.validation()
     assert len(held) == sum(DOMAINS[name] // 5 for name in DOMAINS if name != "photo")
@@ -295,8 +280,7 @@ def test_an_unreadable_image_is_one_sentence_before_training(
     broken = tmp_path / "broken"
     shutil.copytree(folder, broken)
     (broken / "sketch" / "dog" / "zz.jpg").write_bytes(b"GIF89a")
-    given = [f"{key}={json.dumps(value)}" for key, value in {**SMALL, "data.source": str(broken)}.items()]
-    out = tmp_path / "run"
+    given, out = options(broken), tmp_path / "run"
     assert main(["compare", "--recipe", "gmoe-tiny", "--routers", "smoe", "--out", str(out), "--set", *given]) != 0
     told = capsys.readouterr().err
     assert "sketch/dog/zz.jpg is not an image that can be read" in told and "Traceback" not in told

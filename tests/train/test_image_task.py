@@ -168,7 +168,7 @@ def test_evenly_spaced_images_are_of_every_class() -> None:
 
 
 def test_held_out_images_are_not_test_images(digits: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.train.image_task.VALIDATION_IMAGES", 30)
+    monkeypatch.setattr(ImageTask, "validation_images", 30)
     task = image_task(digits())
     held: Any = task.validation()
     batch = held.__getitems__(list(range(len(held))))

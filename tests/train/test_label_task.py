@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -147,8 +148,8 @@ def test_accumulated_micro_batches_have_the_loss_of_one_batch(reviews: Path) -> 
         task = task_of(reviews, **{"training.batch": 8 // accumulate, "training.accumulate": accumulate})
         model = build_model(task, "smoe", {}, seed=0)
         assert not accepts_label_count(model)
-        training = task.recipe.training
-        step = TrainingStep(model, adamw(model, training), lambda done: 0.0, accumulate, 0.0, "float32")
+        training = replace(task.recipe.training, learning_rate=0.0, clip=0.0)
+        step = TrainingStep(model, adamw(model, training), training, 1)
         examples = task.examples(0)
         size = training.batch
         inputs = [examples.__getitems__(range(part * size, (part + 1) * size)) for part in range(accumulate)]
@@ -353,54 +354,22 @@ def test_the_shipped_tiny_recipe_beats_the_most_frequent_class(tmp_path: Path) -
     assert clean["majority"]["difference"]["high"] < 0
 
 
-BIG = {  # the configs of the checkpoints, as published
-    "glue-bert": {
-        "family": "bert",
-        "config": {
-            "vocab_size": 30522,
-            "hidden_size": 1024,
-            "intermediate_size": 4096,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 16,
-        },
-    },
-    "glue-phi3": {
-        "family": "phi3",
-        "config": {
-            "vocab_size": 32064,
-            "hidden_size": 3072,
-            "intermediate_size": 8192,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 32,
-            "pad_token_id": 32000,
-        },
-    },
+ENTRIES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+BIG: dict[str, tuple[str, tuple[int, ...]]] = {  # the families and configs of the checkpoints, as published
+    "glue-bert": ("bert", (30522, 1024, 4096, 24, 16)),
+    "glue-phi3": ("phi3", (32064, 3072, 8192, 32, 32)),
 }
-MINILM = {
-    "family": "bert",
-    "config": {
-        "vocab_size": 30522,
-        "hidden_size": 384,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 12,
-    },
-}
-PARAMETERS = {
-    "glue-bert": 0.46e9,
-    "glue-phi3": 7.4e9,
-    "glue-minilm": 0.072e9,
-    "sst2": 0.072e9,
-    "sst5": 0.072e9,
-    "banking77": 0.072e9,
-}
+MINILM = ("bert", (30522, 384, 1536, 6, 12))
+PARAMETERS = {"glue-bert": 0.46e9, "glue-phi3": 7.4e9}
+PARAMETERS |= dict.fromkeys(("glue-minilm", "sst2", "sst5", "banking77"), 0.072e9)
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_a_big_recipe_is_built_on_meta_with_its_published_sizes(name: str) -> None:
     assert name in recipes()
-    changes = {"model": BIG.get(name, MINILM), "data.source": "python-topics", "data.tokens": "words"}
+    family, sizes = BIG.get(name, MINILM)
+    config = {**dict(zip(ENTRIES, sizes, strict=True)), **({"pad_token_id": 32000} if family == "phi3" else {})}
+    changes = {"model": {"family": family, "config": config}, "data.source": "python-topics", "data.tokens": "words"}
     task = make_task(load_recipe(name, changes))
     with torch.device("meta"):
         model = build_model(task, "smoe", {}, seed=0)

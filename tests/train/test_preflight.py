@@ -142,7 +142,7 @@ def test_a_mistake_that_is_not_in_the_config_keeps_its_traceback(
     def fail(*_: Any, **__: Any) -> Any:
         raise RuntimeError("a mistake of ours")
 
-    monkeypatch.setattr("holdfast.train.training.train_in_loop", fail)
+    monkeypatch.setattr("holdfast.train.training.TrainingLoop", fail)
     with pytest.raises(RuntimeError, match="a mistake of ours"):
         SingleRun(tiny(), parse_router("smoe"), 0, tmp_path / "run").run()
 
@@ -153,7 +153,7 @@ def test_memory_that_runs_out_is_one_sentence(
     def fail(*_: Any, **__: Any) -> Any:
         return torch.empty(2**60)
 
-    monkeypatch.setattr("holdfast.train.training.train_in_loop", fail)
+    monkeypatch.setattr("holdfast.train.training.TrainingLoop", fail)
     with pytest.raises(ValueError, match=r"memory ran out in training, with training\.batch=4"):
         SingleRun(tiny(), parse_router("smoe"), 0, tmp_path / "run").run()
 

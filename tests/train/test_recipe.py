@@ -26,10 +26,10 @@ def test_the_numbers_of_the_papers_are_in_their_recipes() -> None:
     assert (medium.training.steps, medium.training.batch, medium.training.warmup) == (80_000, 48, 4000)
     large = [load_recipe(name) for name in recipes() if "tiny" not in name]
     texts = [own for own in large if own.task == "text"]
-    assert all((own.router_losses().balance, own.sparse.experts, own.sparse.k) == (0.01, 16, 2) for own in texts)
+    assert all((own.losses.balance, own.sparse.experts, own.sparse.k) == (0.01, 16, 2) for own in texts)
     for name in ("swin-moe", "swin-base"):
         own = load_recipe(name)
-        assert (own.router_losses().balance, own.sparse.experts, own.sparse.k) == (0.1, 16, 2)
+        assert (own.losses.balance, own.sparse.experts, own.sparse.k) == (0.1, 16, 2)
     assert all(own.training.learning_rate == 7e-4 and own.model.config["activation_function"] == "relu" for own in texts)
     assert all(own.model.config["tie_word_embeddings"] is False for own in texts)
     assert all(own.data.vocabulary == 267_735 for own in texts if own.data.tokens == "lines")
@@ -38,7 +38,7 @@ def test_the_numbers_of_the_papers_are_in_their_recipes() -> None:
         assert (own.model.config["n_layer"], own.model.config["n_embd"], own.data.length) == (layers, width, 2048)
         assert own.sparse.layers == ("all" if recipe == "enwik8" else "alternate")
     bert, phi3 = load_recipe("glue-bert"), load_recipe("glue-phi3")
-    assert (bert.sparse.experts, bert.sparse.k, bert.sparse.layers, bert.router_losses().balance) == (16, 2, "last:1", 0.01)
+    assert (bert.sparse.experts, bert.sparse.k, bert.sparse.layers, bert.losses.balance) == (16, 2, "last:1", 0.01)
     assert (phi3.sparse.experts, phi3.sparse.k, phi3.sparse.layers) == (4, 2, "alternate")
     vmoe, swin = load_recipe("vmoe"), load_recipe("swin-moe")
     assert [vmoe.model.config[key] for key in ("num_hidden_layers", "hidden_size")] == [8, 512]

@@ -238,6 +238,11 @@ def test_the_padding_token_is_one_that_no_text_contains(folders: dict[str, str],
 # Heads
 
 
+def unnamed(count: int) -> dict[int, str]:
+    """Return the labels of classes without names, as transformers has them."""
+    return {number: f"LABEL_{number}" for number in range(count)}
+
+
 def classifier(folder: Path, classes: list[str]) -> str:
     torch.manual_seed(1)
     names = dict(enumerate(classes))
@@ -262,21 +267,21 @@ def test_a_head_that_does_not_fit_is_made_new_and_that_is_said(
         assert 0.01 < float(fresh.score.weight.detach().std()) < 0.04  # initializer_range is 0.02
         assert torch.equal(fresh.model.norm.weight, own.model.norm.weight)
     caplog.clear()
-    bert = start_model(ModelPart(checkpoint=folders["bert"]), "labels", num_labels=1, problem_type="regression")
+    bert = start_model(ModelPart(checkpoint=folders["bert"]), "labels", id2label=unnamed(1), problem_type="regression")
     assert (bert.config.num_labels, bert.config.problem_type) == (1, "regression")
     assert "classifier starts new" in caplog.text and "pooler" not in caplog.text
     sizes = {key: value for key, value in SIZES.items() if "key_value" not in key}
     masked = transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=64, **sizes))
     part = ModelPart(checkpoint=save(masked, tmp_path / "masked"))
-    start_model(part, "labels", num_labels=3)  # such a model has no pooler
+    start_model(part, "labels", id2label=unnamed(3))  # such a model has no pooler
     assert "bert.pooler.dense, classifier starts new, and cls.predictions" in caplog.text
 
 
 def test_a_cell_of_a_language_model_becomes_a_classifier_with_its_routers(cell: Path, tmp_path: Path) -> None:
     part = ModelPart(checkpoint=str(cell))
     with pytest.raises(ValueError, match="needs a token for padding"):
-        start_model(part, "labels", num_labels=2)
-    model = start_model(part, "labels", num_labels=2, pad_token_id=1).eval()
+        start_model(part, "labels", id2label=unnamed(2))
+    model = start_model(part, "labels", id2label=unnamed(2), pad_token_id=1).eval()
     before = load_trained(cell).model.eval()
     assert type(model).__name__ == "LlamaForSequenceClassification" and len(specs_of(model)) == 2
     for name, value in before.model.state_dict().items():
@@ -301,7 +306,7 @@ def test_what_is_not_a_language_model_is_refused_as_one(folders: dict[str, str],
     with pytest.raises(ValueError, match="in both directions"):
         make_task(recipe_from(both, words)).initial_model()
     with pytest.raises(ValueError, match="no AutoModelForImageClassification"):
-        start_model(ModelPart(checkpoint=folders["llama"]), "images", num_labels=2)
+        start_model(ModelPart(checkpoint=folders["llama"]), "images", id2label=unnamed(2))
 
 
 # Checkpoints are untrusted
@@ -335,10 +340,9 @@ def test_any_other_weight_that_does_not_fit_is_refused(
         torch.save(weights, folder / "pytorch_model.bin")
     elif change != "no weights":
         safetensors.torch.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    entries: dict[str, Any] = {"id2label": unnamed(2), "pad_token_id": 1} if head == "labels" else {}
     with pytest.raises(ValueError, match=sentence) as caught:
-        start_model(
-            ModelPart(checkpoint=str(folder)), head, **({"num_labels": 2, "pad_token_id": 1} if head == "labels" else {})
-        )
+        start_model(ModelPart(checkpoint=str(folder)), head, **entries)
     assert "\n" not in str(caught.value)
 
 
@@ -383,11 +387,11 @@ def test_entries_of_the_config_replace_those_of_the_checkpoint(folders: dict[str
 
 
 def test_on_meta_a_checkpoint_has_its_structure_and_no_values(folders: dict[str, str], cell: Path) -> None:
-    for checkpoint, classes in ((folders["bert"], 3), (folders["mixtral"], 3), (str(cell), 3)):
-        part = ModelPart(checkpoint=checkpoint)
+    for checkpoint in (folders["bert"], folders["mixtral"], str(cell)):
+        part, entries = ModelPart(checkpoint=checkpoint), {"id2label": unnamed(3), "pad_token_id": 1}
         with torch.device("meta"):
-            model = start_model(part, "labels", num_labels=classes, pad_token_id=1)
-        real = start_model(part, "labels", num_labels=classes, pad_token_id=1)
+            model = start_model(part, "labels", **entries)
+        real = start_model(part, "labels", **entries)
         assert all(parameter.is_meta for parameter in model.parameters())
         shapes = {name: value.shape for name, value in model.state_dict().items()}
         assert shapes == {name: value.shape for name, value in real.state_dict().items()}
@@ -419,7 +423,7 @@ def test_a_checkpoint_of_images_brings_its_image_processor(digits: Callable[...,
     plain = make_task(digits())
     expected = ((plain.probe()["pixel_values"] * 0.5 + 0.5) - 0.1) / 0.2
     torch.testing.assert_close(task.probe()["pixel_values"], expected)
-    torch.testing.assert_close(task.examples(0).fetch(torch.tensor([1]))["pixel_values"].amin(), torch.tensor(-0.5))
+    torch.testing.assert_close(task.examples(0).__getitems__([1])["pixel_values"].amin(), torch.tensor(-0.5))
     SingleRun(recipe, parse_router("smoe"), 0, tmp_path / "run").run()
     again = load_trained(tmp_path / "run")
     torch.testing.assert_close(again.task().probe()["pixel_values"], expected)

@@ -44,10 +44,10 @@ def test_settings_are_every_combination_with_the_values_of_the_recipe(tiny: Tiny
 @pytest.mark.parametrize(
     ("written", "sentence"),
     [
-        ("sparse.k", "write section.key=value,value"),
-        ("sparse.k=", "write section.key=value,value"),
-        ("=1", "write section.key=value,value"),
-        ("sparse.k=[1", "are not YAML"),
+        ("sparse.k", "'sparse.k' sets no value; write for example sparse.k=1,2,4"),
+        ("sparse.k=", "write for example sparse.k=1,2,4"),
+        ("=1", "write for example sparse.k=1,2,4"),
+        ("sparse.k=[1", "is not YAML"),
         ("sparse.k=1 sparse.k=2", "sparse.k is swept twice"),
         ("sparse.kk=1", "unknown key 'kk': did you mean 'k'?"),
         ("sprse.k=1", "unknown section 'sprse': did you mean 'sparse'?"),

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
@@ -110,11 +111,12 @@ def test_an_interrupted_comparison_ends_its_workers_at_once(
     monkeypatch.setenv("NOTES_OF_A_WORKER", str(tmp_path / "notes"))
     monkeypatch.setattr("holdfast.train.comparison._train_in_worker", note_and_sleep)
 
-    def interrupt(*_: Any) -> None:
+    def wait_or_interrupt(*given: Any, **named: Any) -> Any:
         if (tmp_path / "notes").exists():
             raise KeyboardInterrupt
+        return wait(*given, **named)
 
-    monkeypatch.setattr("holdfast.train.comparison._report_progress", interrupt)
+    monkeypatch.setattr("holdfast.train.comparison.wait", wait_or_interrupt)
     with pytest.raises(KeyboardInterrupt):
         Comparison(tiny({"training.steps": 1}), parse_routers("smoe"), 1, tmp_path / "run").run(jobs=2)
     assert active_children() == []

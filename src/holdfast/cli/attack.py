@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from holdfast.cli.common import Loading, PluginFiles, TestData, forwards, require_free, show, write_out
+from holdfast.cli.common import TestedModel, forwards, require_free, show, write_out
 
 
 @dataclass(frozen=True)
-class Attack:
+class Attack(TestedModel):
     """Attack a saved model with one attack, and print how much its predictions or its routing change.
 
     words, generic, typos: change a share of the words of a text, except stop words (--rate): swap them for other words of
@@ -53,15 +53,8 @@ class Attack:
     """How many images to attack; for routes, how many tokens."""
     seed: int = 0
     """Seed of all random numbers."""
-    out: Path | None = None
-    """Write all numbers to this JSON file."""
     page: Path | None = None
     """For attacks on pixels: write an HTML page with the curves of the error against the budget."""
-    force: bool = False
-    """Overwrite these files if they exist."""
-    test_data: Annotated[TestData, arg(name="")] = field(default_factory=TestData)
-    loading: Annotated[Loading, arg(name="")] = field(default_factory=Loading)
-    plugins: Annotated[PluginFiles, arg(name="")] = field(default_factory=PluginFiles)
 
     def run(self) -> None:
         from holdfast.train import attack_images, attack_routers
@@ -70,15 +63,15 @@ class Attack:
 
         self.plugins.load()
         kinds = [name.strip() for name in self.kind.split(",")]
-        rate, budgets, options = self._rate(kinds), self._budgets(kinds), self._options(kinds)
+        budgets, options = self._budgets(kinds), self._options(kinds)
         for path in (self.out, self.page):
             require_free(path, self.force)
         quiet()
         model, task = self.test_data.load(self.model, self.loading)
         with forwards(model, f"attacking {self.model}", None):
             how: dict[str, Any] = {"steps": self.steps, "seed": self.seed}
-            if rate is not None:
-                found = task.attack_words(model, self.kind, rate=rate, seed=self.seed)
+            if self.rate is not None:
+                found = task.attack_words(model, self.kind, rate=self.rate, seed=self.seed)
             elif self.kind == "routes":
                 found = attack_routers(model, task, budget=budgets[0], tokens=self.examples, **how)
             else:
@@ -92,26 +85,20 @@ class Attack:
             write_attack_page(stored, self.page, force=True)
             print(f"Page: {self.page}")
 
-    def _rate(self, kinds: list[str]) -> float | None:
-        """Return the share of words of an attack on texts; None for other attacks. Raise ValueError if it is missing."""
-        if not _takes_rate(kinds):
-            return None
-        if self.budget:
-            raise ValueError(f"{self.kind} takes --rate, not --budget.")
-        if self.rate is None:
-            raise ValueError(f"{self.kind} needs --rate: a result without it has no meaning.")
-        return self.rate
-
     def _budgets(self, kinds: list[str]) -> list[float]:
-        """Return the budgets; none for attacks on texts. Raise ValueError if they are missing or not numbers."""
+        """Return the budgets; none for attacks on texts, which need --rate. Raise ValueError for a wrong one or none."""
+        from holdfast.attacks.registry import TABLES, find_attack
         from holdfast.checked import read_number
 
-        if _takes_rate(kinds):
-            return []
-        if self.rate is not None:
-            raise ValueError(f"{self.kind} takes --budget, not --rate.")
-        if not self.budget:
-            raise ValueError(f"{self.kind} needs --budget: a result without it has no meaning.")
+        takes = ["budget" if kind in TABLES else find_attack(kind).budget for kind in kinds]
+        if len(kinds) > 1 and ("rate" in takes or "routes" in kinds):
+            raise ValueError(f"{', '.join(kinds)} cannot be run together; only attacks on pixels can.")
+        given = {"rate": self.rate is not None, "budget": bool(self.budget)}
+        wanted, other = ("rate", "budget") if takes[0] == "rate" else ("budget", "rate")
+        if given[other]:
+            raise ValueError(f"{self.kind} takes --{wanted}, not --{other}.")
+        if not given[wanted]:
+            raise ValueError(f"{self.kind} needs --{wanted}: a result without it has no meaning.")
         if "routes" in kinds and len(self.budget) > 1:
             raise ValueError("routes takes one --budget.")
         return [read_number(budget) for budget in self.budget]
@@ -124,7 +111,7 @@ class Attack:
         step = None if self.step is None else read_number(self.step)
         given = {"step": step, "restarts": self.restarts, "random_start": self.random_start, "samples": self.samples}
         options = {name: value for name, value in given.items() if value is not None}
-        if _takes_rate(kinds) or kinds == ["routes"]:
+        if self.rate is not None or kinds == ["routes"]:
             if options or self.page is not None:
                 raise ValueError(f"{next(iter(options), 'page')} is for attacks on pixels, and {self.kind} is none.")
         else:
@@ -132,16 +119,6 @@ class Attack:
             if self.page is not None and kinds == ["corruptions"]:
                 raise ValueError("corruptions have no curve; write their numbers with --out.")
         return options
-
-
-def _takes_rate(kinds: list[str]) -> bool:
-    """Return whether the budget of an attack is a share of words. Raise ValueError if there is no such attack."""
-    from holdfast.attacks.registry import TABLES, find_attack
-
-    budgets = ["budget" if kind in TABLES else find_attack(kind).budget for kind in kinds]
-    if len(kinds) > 1 and ("rate" in budgets or "routes" in kinds):
-        raise ValueError(f"{', '.join(kinds)} cannot be run together; only attacks on pixels can.")
-    return budgets[0] == "rate"
 
 
 def print_attack(found: dict[str, Any]) -> None:

@@ -9,17 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 from tyro.conf import Positional
 
-from holdfast.cli.common import MeasuredData, bar, free_files, show, write_report_files
+from holdfast.cli.common import MeasuredData, free_files, show, write_report_files
 
 if TYPE_CHECKING:
-    from holdfast.auditing import AuditReport, Settings, WhatIf
+    from holdfast.auditing import AuditReport, Settings
 
 SHOWN_FINDINGS, SHOWN_TOKENS = 10, 5
 
 
 def print_report(report: AuditReport) -> None:
     """Print the tables, the skipped perturbations, the tokens most at risk, the findings and the what-if of an audit."""
-    from holdfast.report.audit_page import layers_table, perturbations_table
+    from holdfast.report.audit_page import layers_table, perturbations_table, what_if_tables
+    from holdfast.report.page_shell import number
+    from holdfast.report.tables import Table
 
     print(f"{report.model.name}: {report.overall.tokens} tokens, {report.overall.experts_per_token or 0:.2f} experts each")
     layers = layers_table(report)
@@ -29,21 +31,27 @@ def print_report(report: AuditReport) -> None:
         show(perturbations_table(report).without("what it does", "output, other"))
     for name, skipped in report.skipped.items():
         print(f"{name} was skipped: {skipped.reason}")
-    _print_tokens(report)
+    rows = [  # texts as Python writes strings: they may contain anything
+        {
+            "token": repr(entry.text),
+            "in": repr(entry.context),
+            "layer": entry.layer,
+            "radius": number(entry.relative),
+            "from": entry.leaves,
+            "to": entry.enters,
+        }
+        for entry in report.at_risk
+        if entry.text is not None
+    ]
+    if rows:
+        show(Table.of("Tokens most at risk", rows[:SHOWN_TOKENS]))
     _print_findings(report)
     if report.status == "interrupted":
         print(f"Interrupted: these are the results of the {report.data.batches} finished batches.")
-    if report.what_if is not None:
-        print_what_if(report.what_if)
-
-
-def print_what_if(what_if: WhatIf) -> None:
-    """Print what each perturbation changes before and after another router was put in, and what that router costs."""
-    from holdfast.report.audit_page import what_if_tables
-
-    changes, cost = what_if_tables(what_if)
-    show(changes.without("tokens that flip"))
-    show(cost)
+    if report.what_if is not None:  # what each perturbation changes before and after the other router, and its cost
+        changes, cost = what_if_tables(report.what_if)
+        show(changes.without("tokens that flip"))
+        show(cost)
 
 
 def print_differences(before: AuditReport, after: AuditReport) -> None:
@@ -59,26 +67,6 @@ def print_differences(before: AuditReport, after: AuditReport) -> None:
         show(Table(f"{before.model.name} and {after.model.name}", ["number", "first", "second"], rows))
     else:
         print("The overall numbers are the same.")
-
-
-def _print_tokens(report: AuditReport) -> None:
-    from holdfast.report.page_shell import number
-    from holdfast.report.tables import Table
-
-    rows = [  # texts as Python writes strings: they may contain anything
-        {
-            "token": repr(entry.text),
-            "in": repr(entry.context),
-            "layer": entry.layer,
-            "radius": number(entry.relative),
-            "from": entry.leaves,
-            "to": entry.enters,
-        }
-        for entry in report.at_risk
-        if entry.text is not None
-    ]
-    if rows:
-        show(Table.of("Tokens most at risk", rows[:SHOWN_TOKENS]))
 
 
 def _print_findings(report: AuditReport) -> None:
@@ -127,7 +115,7 @@ class Audit(MeasuredData):
     """Two files audit.json, or their folders: print the overall numbers that differ, and audit nothing."""
 
     def run(self) -> None:
-        from holdfast.auditing import AuditReport, parse_condition
+        from holdfast.auditing import PERTURBATIONS, AuditReport, audit_settings, parse_condition
         from holdfast.report import write_audit
 
         self.plugins.load()
@@ -138,7 +126,9 @@ class Audit(MeasuredData):
             return
         if self.model is None:
             raise ValueError("state which model to audit: a folder or a name on the Hugging Face hub.")
-        settings = self._settings()
+        names = PERTURBATIONS if self.perturb is None else (name.strip() for name in self.perturb.split(","))
+        given = {name: getattr(self, name) for name in ("seed", "batch", "length", "tokens")}
+        settings = audit_settings(names, self.noise, **given)
         conditions = [parse_condition(written) for written in self.fail_if]
         for condition in conditions:
             condition.check(settings)
@@ -153,13 +143,6 @@ class Audit(MeasuredData):
             reasons = (f"condition {condition} is true: the value is {value:.4g}" for condition, value in met)
             raise ConditionHolds("; ".join(reasons))
 
-    def _settings(self) -> Settings:
-        from holdfast.auditing import PERTURBATIONS, audit_settings
-
-        names = PERTURBATIONS if self.perturb is None else (name.strip() for name in self.perturb.split(","))
-        given = {name: getattr(self, name) for name in ("seed", "batch", "length", "tokens")}
-        return audit_settings(names, self.noise, **given)
-
     def _audit(self, name: str, settings: Settings) -> AuditReport:
         from holdfast.auditing import audit, what_if
         from holdfast.hub.layers import moe_layers
@@ -169,12 +152,11 @@ class Audit(MeasuredData):
         if self.what_if is not None:  # a mistake in the name must not cost an audit
             routers_by_layer(resolve_layers(self.what_if, native=True), len(moe_layers(model)))
         given: dict[str, Any] = {**vars(settings), "tokenizer": material.tokenizer, "name": name}
-        total = self.tokens if material.tokenizer is not None else None
-        with bar(total, leave=False) as tell:
-            report = audit(model, material, progress=lambda done, what: tell(done, f"{name}: {what}"), **given)
+        with self.progress(material, name) as progress:
+            report = audit(model, material, progress=progress, **given)
         report = replace(report, data=replace(report.data, source=material.source))
         if self.what_if is None or report.status == "interrupted":
             return report
-        with bar(total, leave=False) as tell:
-            given["progress"] = lambda done, what: tell(done, f"{name} with {self.what_if}: {what}")
+        with self.progress(material, f"{name} with {self.what_if}") as progress:
+            given["progress"] = progress
             return replace(report, what_if=what_if(model, material, self.what_if, before=report, **given))

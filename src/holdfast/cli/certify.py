@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from tyro.conf import Positional
 
-from holdfast.cli.common import MeasuredData, bar, require_free, show, write_out
-
-if TYPE_CHECKING:
-    from holdfast.auditing import ModelCertificates
+from holdfast.cli.common import MeasuredData, require_free, show, write_out
 
 
 @dataclass(frozen=True)
@@ -39,40 +36,26 @@ class Certify(MeasuredData):
     """Write all numbers to this JSON file."""
 
     def run(self) -> None:
+        from holdfast.auditing import certify_model
+        from holdfast.certificates import Smoothing
         from holdfast.version import versions
 
         self.plugins.load()
         require_free(self.out, self.force)
-        found, source = self._certify()
-        summary = found.summary()
-        print_certificates(summary)
-        write_out(self.out, {**summary, "data": source, "versions": versions()})
-        if found.status == "interrupted":
-            print("Interrupted: these are the results of the finished batches.")
-            raise KeyboardInterrupt
-
-    def _certify(self) -> tuple[ModelCertificates, dict[str, Any]]:
-        from holdfast.auditing import certify_model
-        from holdfast.certificates import Smoothing
-
         noise = {"samples": self.samples, "alpha": self.alpha, "seed": self.seed}
         smoothing = None if self.sigma is None else Smoothing(sigma=self.sigma, **noise)  # type: ignore[arg-type]
         model, material = self.read_model(self.model)
-        with bar(self.tokens if material.tokenizer is not None else None, leave=False) as tell:
-            found = certify_model(
-                model,
-                material,
-                tokenizer=material.tokenizer,
-                norm=self.norm,
-                rounding=self.rounding,
-                smoothing=smoothing,
-                batch=self.batch,
-                length=self.length,
-                tokens=self.tokens,
-                name=self.model,
-                progress=lambda done, what: tell(done, f"{self.model}: {what}"),
-            )
-        return found, material.source
+        names = ("norm", "rounding", "batch", "length", "tokens")
+        given: dict[str, Any] = {"smoothing": smoothing, **{name: getattr(self, name) for name in names}}
+        with self.progress(material, self.model) as progress:
+            given |= {"tokenizer": material.tokenizer, "name": self.model, "progress": progress}
+            found = certify_model(model, material, **given)
+        summary = found.summary()
+        print_certificates(summary)
+        write_out(self.out, {**summary, "data": material.source, "versions": versions()})
+        if found.status == "interrupted":
+            print("Interrupted: these are the results of the finished batches.")
+            raise KeyboardInterrupt
 
 
 def print_certificates(found: dict[str, Any]) -> None:

@@ -24,8 +24,6 @@ import filelock
 from tyro.conf import UseAppendAction, arg
 
 if TYPE_CHECKING:
-    import rich.table
-    from rich.console import Console
     from rich.text import Text
 
     from holdfast.auditing.reports import Report
@@ -94,17 +92,6 @@ def show_messages() -> None:
         logger.addHandler(_ToStderr())
 
 
-def slim_table(title: str | Text, *columns: str | Text, caption: str | Text | None = None) -> rich.table.Table:
-    """Return a table for many narrow columns: no frame, one space between columns."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    for place, column in enumerate(columns):
-        table.add_column(column, no_wrap=place == 0)
-    return table
-
-
 def plain_text(cell: object) -> Text:
     """Return a cell of a table as printable text without markup, because it may contain anything."""
     from rich.text import Text
@@ -113,42 +100,33 @@ def plain_text(cell: object) -> Text:
     return Text(str(cell).translate({ord(letter): repr(letter)[1:-1] for letter in controls}))
 
 
-def screen() -> Console:
-    """Return the console that results are printed to. Lines are not wrapped in a pipe or a file, unless COLUMNS is set."""
+def show(table: Table) -> None:
+    """Print a table without cutting numbers: on a narrow terminal words are wrapped, then lines exceed its width.
+
+    Lines are not wrapped in a pipe or a file, unless COLUMNS is set.
+    """
+    from rich import box
+    from rich import table as rich_table
     from rich.console import Console
 
     console = Console()
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = NO_EDGE
-    return console
-
-
-def show(table: Table | rich.table.Table) -> None:
-    """Print a table without cutting numbers: on a narrow terminal words are wrapped, then lines exceed its width."""
-    import rich.table
-
-    if not isinstance(table, rich.table.Table):
-        title, caption = (plain_text(text) if text else None for text in (table.title, table.note))
-        rows, table = table.rows, slim_table(title or "", *map(plain_text, table.columns), caption=caption)
-        for row in rows:
-            table.add_row(*map(plain_text, row))
-    console = screen()
-    for column in table.columns:
-        column.overflow = "fold"
-        column.min_width = max(column.min_width or 0, _needed(console, column))
-    frame = table.padding[1] + table.padding[3] + 1  # around a cell
-    frames = frame * (len(table.columns) - (not table.show_edge))
-    console.width = max(console.width, 1 + frames + sum(column.min_width or 0 for column in table.columns))
-    console.print(table, crop=False)
-
-
-def _needed(console: Console, column: rich.table.Column) -> int:
-    """Return the width of a column's longest number or word of its heading; without wrapping, of its longest cell."""
-    cells = list(column.cells)
-    if column.no_wrap:
-        return max((console.measure(cell).maximum for cell in cells), default=0)
-    numbers = (word for cell in cells for word in str(cell).split() if any(map(str.isdigit, word)))
-    return min(max(map(len, [*numbers, *str(column.header).split()]), default=0), LONGEST)
+    title, caption = (plain_text(text) if text else None for text in (table.title, table.note))
+    frame: dict[str, Any] = {"box": box.SIMPLE_HEAD, "show_edge": False, "pad_edge": False, "padding": (0, 1, 0, 0)}
+    grid = rich_table.Table(title=title, caption=caption, **frame)
+    for place, (name, *cells) in enumerate(zip(table.columns, *table.rows, strict=True)):
+        if place == 0:  # it is not wrapped
+            width = max(console.measure(plain_text(cell)).maximum for cell in (name, *cells))
+        else:  # the longest number, or word of the heading
+            words = [word for cell in cells for word in str(cell).split() if any(map(str.isdigit, word))]
+            width = min(max(map(len, [*words, *name.split()]), default=0), LONGEST)
+        grid.add_column(plain_text(name), no_wrap=place == 0, overflow="fold", min_width=width)
+    for row in table.rows:
+        grid.add_row(*map(plain_text, row))
+    needed = sum(column.min_width or 0 for column in grid.columns) + 2 * len(grid.columns) - 1
+    console.width = max(console.width, needed)
+    console.print(grid, crop=False)
 
 
 @contextmanager
@@ -226,24 +204,6 @@ def router_names(written: str | None) -> list[str]:
     return names
 
 
-def changes(pairs: tuple[str, ...], example: str = "training.steps=50") -> dict[str, Any]:
-    """Return `training.steps=50` and the like as keys and values; values are read as YAML. An error shows the `example`."""
-    import yaml
-
-    found = {}
-    for pair in pairs:
-        key, sign, value = pair.partition("=")
-        if not sign or not key:
-            raise ValueError(f"{pair!r} sets no value; write for example {example}.")
-        try:
-            found[key.strip()] = yaml.safe_load(value)
-        except yaml.YAMLError:
-            raise ValueError(
-                f"{value!r}, the value of {key}, is not YAML in UTF-8; put a text with brackets into quotes."
-            ) from None
-    return found
-
-
 def write_out(path: Path | None, stored: dict[str, Any]) -> None:
     """Write the numbers of a command to its JSON file, if it has one."""
     from holdfast.train.run_folder import write_json
@@ -309,6 +269,19 @@ class PluginFiles:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TestedModel:
+    """Options of the commands that score a saved model on its test data."""
+
+    out: Path | None = None
+    """Write all numbers to this JSON file."""
+    force: bool = False
+    """Overwrite the files of this command if they exist."""
+    test_data: Annotated[TestData, arg(name="")] = field(default_factory=TestData)
+    loading: Annotated[Loading, arg(name="")] = field(default_factory=Loading)
+    plugins: Annotated[PluginFiles, arg(name="")] = field(default_factory=PluginFiles)
+
+
+@dataclass(frozen=True, kw_only=True)
 class MeasuredText:
     """Options of all commands that measure a saved model on a text."""
 
@@ -342,6 +315,12 @@ class MeasuredText:
         if material.tokenizer is not None:
             require_positions(loaded, self.length)
         return loaded, material
+
+    @contextmanager
+    def progress(self, material: AuditData, name: str) -> Iterator[Callable[[float, str], None]]:
+        """Show a bar; yield a function of the number of finished tokens and what is being done."""
+        with bar(self.tokens if material.tokenizer is not None else None, leave=False) as tell:
+            yield lambda done, what: tell(done, f"{name}: {what}")
 
 
 @dataclass(frozen=True, kw_only=True)

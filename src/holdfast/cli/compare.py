@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import arg
 
-from holdfast.cli.common import PluginFiles, bar, changes, require_folder, require_place, show, show_messages
+from holdfast.cli.common import PluginFiles, bar, require_folder, require_place, show, show_messages
 from holdfast.comparing import PAGE, ROUTERS, load_with_sweep, run_comparison
 from holdfast.locking import take_over
 
@@ -57,12 +57,12 @@ class Compare:
 
     def run(self) -> None:
         from holdfast.report.comparison_page import verdict
-        from holdfast.train.recipe import parse_routers
+        from holdfast.train.recipe import parse_pairs, parse_routers
         from holdfast.train.sweep import parse_sweep
         from holdfast.train.training import quiet
 
         self.plugins.load()
-        recipe, settings = load_with_sweep(self.recipe, changes(self.set), parse_sweep(self.sweep))
+        recipe, settings = load_with_sweep(self.recipe, parse_pairs(self.set, "training.steps=50"), parse_sweep(self.sweep))
         require_folder(self.out)
         for name in ("results.json", PAGE):
             require_place(self.out / name)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from typing import Annotated, Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
-from tyro.conf import Positional, arg
+from tyro.conf import Positional
 
-from holdfast.cli.common import Loading, PluginFiles, TestData, forwards, require_free, show, write_out
+from holdfast.cli.common import TestedModel, forwards, require_free, show, write_out
 
 
 @dataclass(frozen=True)
-class Evaluate:
+class Evaluate(TestedModel):
     """Score a saved model on its test data, clean and attacked, and print metrics of each layer's routing.
 
     Examples: `holdfast evaluate comparison/cells/smoe-seed0`, `holdfast evaluate runs/smooth --out smooth.json`,
@@ -22,19 +21,12 @@ class Evaluate:
 
     model: Positional[str]
     """A folder that `holdfast train` or `compare` wrote, or any Hugging Face folder or name."""
-    out: Path | None = None
-    """Write all numbers to this JSON file."""
-    force: bool = False
-    """Overwrite that file if it exists."""
     metrics: tuple[str, ...] = ()
     """Further metrics, besides those of the model's recipe: accuracy, top5-accuracy, perplexity, or those of a plugin."""
     shift: tuple[str, ...] = ()
     """Score an image classifier on these shifted test sets, and on its clean test images, instead of attacking it. Folders
     laid out as ImageNet-A, -R, -O (CLASS/file) or -C (CORRUPTION/SEVERITY/CLASS/file) are recognised; outliers=FOLDER has
     images of other classes, and `corruptions` are applied to the clean images. A folder may have some of the classes."""
-    test_data: Annotated[TestData, arg(name="")] = field(default_factory=TestData)
-    loading: Annotated[Loading, arg(name="")] = field(default_factory=Loading)
-    plugins: Annotated[PluginFiles, arg(name="")] = field(default_factory=PluginFiles)
 
     def run(self) -> None:
         from holdfast.metrics import ChosenMetrics

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tyro.conf import Positional
 
-from holdfast.cli.common import MeasuredData, bar, free_files, show, write_report_files
+from holdfast.cli.common import MeasuredData, free_files, show, write_report_files
 
 if TYPE_CHECKING:
     from holdfast.auditing import GeometryReport
@@ -72,39 +72,21 @@ class Geometry(MeasuredData):
         if self.what_if is None and is_rerouted(moe_layers(model)):
             print(f"{self.model} is rerouted, so it is not compared with {other}.")
             other = None
-        with bar(self.tokens if material.tokenizer is not None else None, leave=False) as tell:
-            report = measure_geometry(
-                model,
-                material,
-                tokenizer=material.tokenizer,
-                what_if=other,
-                name=self.model,
-                progress=lambda done, what: tell(done, f"{self.model}: {what}"),
-                **settings,
-            )
+        with self.progress(material, self.model) as progress:
+            given = {**settings, "tokenizer": material.tokenizer, "name": self.model, "progress": progress}
+            report = measure_geometry(model, material, what_if=other, **given)
         return replace(report, data=replace(report.data, source=material.source))
 
 
 def print_geometry(report: GeometryReport) -> None:
     """Print the main numbers of each layer, why layers were refused, the largest jumps and the what-if."""
     from holdfast.report.geometry_page import layers_table, what_if_table
+    from holdfast.report.page_shell import number, percent
+    from holdfast.report.tables import Table
 
     if report.layers:
         print(f"{report.model.name}: {report.data.tokens} tokens")
         show(layers_table(report).without("tokens", "extra experts, law"))
-        _print_jumps(report)
-    for layer in report.refused:
-        print(f"layer {layer.layer} is not measured: {layer.reason}")
-    if report.layers and report.what_if is not None:
-        show(what_if_table(report))
-    if report.status == "interrupted":
-        print(f"Interrupted: these are the results of the {report.data.batches} finished batches.")
-
-
-def _print_jumps(report: GeometryReport) -> None:
-    from holdfast.report.page_shell import number, percent
-    from holdfast.report.tables import Table
-
     jumps = [(layer.layer, jump) for layer in report.layers for jump in layer.jumps.largest if jump.text is not None]
     jumps.sort(key=lambda each: -(each[1].size or 0))
     other = {} if report.what_if is None else {f"with {report.what_if.router}": "size_with_what_if"}
@@ -123,3 +105,9 @@ def _print_jumps(report: GeometryReport) -> None:
     ]
     if rows:
         show(Table.of("Largest jumps", rows))
+    for layer in report.refused:
+        print(f"layer {layer.layer} is not measured: {layer.reason}")
+    if report.layers and report.what_if is not None:
+        show(what_if_table(report))
+    if report.status == "interrupted":
+        print(f"Interrupted: these are the results of the {report.data.batches} finished batches.")

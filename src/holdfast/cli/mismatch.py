@@ -105,6 +105,8 @@ class Mismatch(MeasuredText):
 
     def _model_and_data(self, record: Rollout | Routes | None) -> tuple[Any, Any, Any, dict[str, Any] | None]:
         """Return the model, its rollout or texts, and the tokenizer and the source of texts."""
+        from holdfast.auditing.model_and_data import TextEncoder
+        from holdfast.files import LARGE, read_text
         from holdfast.mismatch.rollout import Rollout, rollout_of_lines
         from holdfast.train.saved_model import load_model
         from holdfast.train.training import quiet
@@ -112,39 +114,32 @@ class Mismatch(MeasuredText):
         if isinstance(record, Rollout):
             quiet()
             return load_model(self.model, self.loading.options()), record, None, None
-        lines = [] if record is None else _lines(Path(str(self.source)))
+        lines: list[str] = []
+        if record is not None:  # its sequences: the lines that are not empty
+            try:
+                lines = [line for line in read_text(Path(str(self.source)), limit=LARGE).splitlines() if line.strip()]
+            except FileNotFoundError:
+                raise ValueError(
+                    f"{self.source} does not exist; name the text of the routes, a file with one sequence per line."
+                ) from None
+            if not lines:
+                raise ValueError(f"{self.source} has no text; expected one sequence per line.")
         where = {} if record is None else {"source": "python-docs"}  # a small text of the package, for the tokenizer
         model, material = self.read_model(self.model, **where)
         if material.tokenizer is None:
             raise ValueError(f"{self.model} reads no text; mismatch needs a causal language model.")
         if record is not None:
-            return model, rollout_of_lines(_encoded(lines, material.tokenizer), record), None, None
+            encoder = TextEncoder(material.tokenizer)
+            return model, rollout_of_lines([encoder.encode(line)[0] for line in lines], record), None, None
         return model, material, material.tokenizer, material.source
-
-
-def _lines(path: Path) -> list[str]:
-    """Return the lines of a text file that are not empty: the sequences of routes that have no token ids."""
-    from holdfast.files import LARGE, read_text
-
-    try:
-        lines = [line for line in read_text(path, limit=LARGE).splitlines() if line.strip()]
-    except FileNotFoundError:
-        raise ValueError(f"{path} does not exist; name the text of the routes, a file with one sequence per line.") from None
-    if not lines:
-        raise ValueError(f"{path} has no text; expected one sequence per line.")
-    return lines
-
-
-def _encoded(lines: list[str], tokenizer: Any) -> list[list[int]]:
-    from holdfast.auditing.model_and_data import TextEncoder
-
-    encoder = TextEncoder(tokenizer)
-    return [encoder.encode(line)[0] for line in lines]
 
 
 def print_mismatch(report: MismatchReport) -> None:
     """Print the remedies side by side, the layers, and why rows are missing."""
+    from holdfast.auditing.geometry_run import spread
     from holdfast.report.mismatch_page import changes_table, remedies_table, summary
+    from holdfast.report.page_shell import percent
+    from holdfast.report.tables import Table
 
     print(f"{report.model.name}, {report.model.dtype}")
     for kind in report.rollouts:
@@ -152,8 +147,12 @@ def print_mismatch(report: MismatchReport) -> None:
         changes = changes_table(report, kind)
         if changes.rows:
             show(changes)
-    if report.rows:
-        _print_layers(report)
+    if report.rows:  # the shares of routing decisions that differ, for some layers evenly spaced
+        rows = [row for row in report.rows if row.rollout == report.rollouts[0]]
+        places = spread(len(rows[0].sets.layers), SHOWN_LAYERS)
+        columns = ["", *(str(rows[0].sets.layers[place].layer) for place in places)]
+        cells = [[row.label, *(percent(row.sets.layers[place].routers_differ.value) for place in places)] for row in rows]
+        show(Table("Routing decisions with different experts, by layer", columns, cells))
     for skipped in report.skipped:
         print(f"{skipped.remedy} was skipped: {skipped.reason}")
     if report.data.logprobs is False:
@@ -162,18 +161,3 @@ def print_mismatch(report: MismatchReport) -> None:
         print(" ".join(summary(report)))
     if report.status == "interrupted":
         print("Interrupted: these are the finished rows.")
-
-
-def _print_layers(report: MismatchReport) -> None:
-    """Print the shares of routing decisions that differ, for some layers evenly spaced."""
-    from holdfast.auditing.geometry_run import spread
-    from holdfast.report.page_shell import percent
-    from holdfast.report.tables import Table
-
-    rows = [row for row in report.rows if row.rollout == report.rollouts[0]]
-    shown = [row.sets.layers for row in rows]
-    places = spread(len(shown[0]), SHOWN_LAYERS)
-    cells = [[percent(layers[place].routers_differ.value) for place in places] for layers in shown]
-    columns = ["", *(str(shown[0][place].layer) for place in places)]
-    table = [[row.label, *shares] for row, shares in zip(rows, cells, strict=True)]
-    show(Table("Routing decisions with different experts, by layer", columns, table))

@@ -11,16 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from holdfast.cli.common import PluginFiles, changes, router_names, screen, show
+from holdfast.cli.common import PluginFiles, router_names, show
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from holdfast.planning.planning import Plan as ModelPlan
     from holdfast.planning.planning import Planned
-
-
-Cell = Callable[["Planned"], str]
 
 SCALES = ((1e24, "Y"), (1e21, "Z"), (1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 BINARY = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
@@ -45,98 +40,70 @@ def _scaled(value: float, scales: tuple[tuple[float, str], ...], unit: str) -> s
     return f"{value:.0f}{unit}"
 
 
+Rows = list[tuple[str, Callable[["Planned"], str]]]  # the name of a row, and its cell for a router
+MODEL: Rows = [
+    ("parameters", lambda c: count(c.parameters)),
+    ("active per token", lambda c: count(c.active_parameters)),
+    ("of routers", lambda c: count(c.router_parameters)),
+    ("experts per token", lambda c: f"{c.experts_a_token:g}"),
+    ("router state", lambda c: size(c.training_memory.state)),
+]
+FLOPS: Rows = [
+    ("attention, projections", lambda c: count(c.forward.projections)),
+    ("attention, mixing", lambda c: count(c.forward.mixing)),
+    ("dense networks", lambda c: count(c.forward.dense)),
+    ("experts", lambda c: count(c.forward.experts)),
+    ("logits", lambda c: count(c.forward.head)),
+]
+MEMORY: Rows = [
+    ("weights", lambda c: size(c.training_memory.weights)),
+    ("gradients", lambda c: size(c.training_memory.gradients)),
+    ("AdamW's moments", lambda c: size(c.training_memory.moments)),
+    ("master weights", lambda c: size(c.training_memory.master)),
+    ("activations, about", lambda c: size(c.activations["kept"])),
+    ("  checkpointed", lambda c: size(c.activations["checkpointed"])),
+    ("  of it routers", lambda c: size(c.training_memory.routers)),
+    ("training", lambda c: size(c.training_memory.total)),
+    ("KV cache", lambda c: size(c.inference_memory.cache)),
+    ("routers' cache", lambda c: size(c.inference_memory.router_cache)),
+    ("inference", lambda c: size(c.inference_memory.total)),
+]
+FLOPS_NOTE = "matrix products, a multiply-add is 2; router parts: forward only"
+
+
 def print_plan(plan: ModelPlan, tokens: float | None = None) -> None:
     """Print a plan as tables; with `tokens`, also the FLOPs of a training on that many tokens."""
-    console, work = screen(), plan.workload
-    console.print(
-        f"{plan.model} ({plan.model_type}): {plan.sparse_layers} of {plan.layers} layers with {plan.experts} experts; "
-        f"{work.batch} x {plan.sequence} tokens per GPU and step, {work.gpus} GPU{'s' if work.gpus > 1 else ''} of "
-        f"{work.gpu_memory:g} GiB, {work.dtype}{', checkpointed' if work.checkpointing else ''}",
-        highlight=False,
-    )
-    for table in (_model(plan), _flops(plan, tokens), _memory(plan), _spread(plan)):
-        show(table)
-    for column in plan.columns:
-        if column.about:
-            console.print(f"{column.router}: {column.about}.", highlight=False, markup=False)
+    from holdfast.report.tables import Table
 
-
-def _table(plan: ModelPlan, title: str, rows: list[tuple[str, Cell]], caption: str | None = None) -> Table:
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
-    table.add_column("", no_wrap=True)
-    for column in plan.columns:
-        table.add_column(escape(column.router), justify="right")
-    for name, cell in rows:
-        table.add_row(name, *(cell(column) for column in plan.columns))
-    return table
-
-
-def _model(plan: ModelPlan) -> Table:
-    rows: list[tuple[str, Cell]] = [
-        ("parameters", lambda c: count(c.parameters)),
-        ("active per token", lambda c: count(c.active_parameters)),
-        ("of routers", lambda c: count(c.router_parameters)),
-        ("experts per token", lambda c: f"{c.experts_a_token:g}"),
-        ("router state", lambda c: size(c.training_memory.state)),
-    ]
-    return _table(plan, "Model", rows)
-
-
-def _flops(plan: ModelPlan, tokens: float | None) -> Table:
-    rows: list[tuple[str, Cell]] = [
-        ("attention, projections", lambda c: count(c.forward.projections)),
-        ("attention, mixing", lambda c: count(c.forward.mixing)),
-        ("dense networks", lambda c: count(c.forward.dense)),
-        ("experts", lambda c: count(c.forward.experts)),
-        ("logits", lambda c: count(c.forward.head)),
-    ]
-    parts = list(dict.fromkeys(part for column in plan.columns for part in column.training.parts))
-    for part in parts:
-        if any(column.training.parts.get(part) for column in plan.columns):
-            rows.append((f"router: {part}", lambda c, part=part: _share(c.forward.parts.get(part))))  # type: ignore[misc]
-    rows += [("forward", lambda c: count(c.forward.total)), ("training step", lambda c: count(c.training.total))]
-    rows.append(("  of it routers", lambda c: f"{100 * c.training.router / c.training.total:.2g}%"))
+    work, flops, spread = plan.workload, list(FLOPS), Rows()
+    for part in dict.fromkeys(part for column in plan.columns for part, cost in column.training.parts.items() if cost):
+        flops.append((f"router: {part}", lambda c, part=part: count(cost) if (cost := c.forward.parts.get(part)) else ""))  # type: ignore[misc]
+    flops += [("forward", lambda c: count(c.forward.total)), ("training step", lambda c: count(c.training.total))]
+    flops.append(("  of it routers", lambda c: f"{100 * c.training.router / c.training.total:.2g}%"))
     if tokens is not None:
-        rows.append((f"training of {count(tokens)} tokens", lambda c: count(c.training.total * tokens)))
-    return _table(plan, "FLOPs per token", rows, "matrix products, a multiply-add is 2; router parts: forward only")
-
-
-def _share(value: float | None) -> str:
-    return "" if value is None else count(value)
-
-
-def _memory(plan: ModelPlan) -> Table:
-    rows: list[tuple[str, Cell]] = [
-        ("weights", lambda c: size(c.training_memory.weights)),
-        ("gradients", lambda c: size(c.training_memory.gradients)),
-        ("AdamW's moments", lambda c: size(c.training_memory.moments)),
-        ("master weights", lambda c: size(c.training_memory.master)),
-        ("activations, about", lambda c: size(c.activations["kept"])),
-        ("  checkpointed", lambda c: size(c.activations["checkpointed"])),
-        ("  of it routers", lambda c: size(c.training_memory.routers)),
-        ("training", lambda c: size(c.training_memory.total)),
-        ("KV cache", lambda c: size(c.inference_memory.cache)),
-        ("routers' cache", lambda c: size(c.inference_memory.router_cache)),
-        ("inference", lambda c: size(c.inference_memory.total)),
-    ]
-    return _table(plan, "Memory, all on one GPU", rows)
-
-
-def _spread(plan: ModelPlan) -> Table:
-    rows: list[tuple[str, Cell]] = []
-    one = plan.workload.gpus == 1
+        flops.append((f"training of {count(tokens)} tokens", lambda c: count(c.training.total * tokens)))
+    one = work.gpus == 1
     for index, layout in enumerate(plan.columns[0].layouts[: 1 if one else None]):
         name = "whole model" if one else LAYOUTS[layout.name]
-        rows += [
+        spread += [
             (f"{name}: memory", lambda c, at=index: size(c.layouts[at].total)),  # type: ignore[misc]
-            ("  fits", lambda c, key=layout.name: "yes" if c.fits(plan.workload.gpu_memory)[key] else "no"),  # type: ignore[misc]
+            ("  fits", lambda c, key=layout.name: "yes" if c.fits(work.gpu_memory)[key] else "no"),  # type: ignore[misc]
             ("  sent per step", lambda c, at=index: size(c.layouts[at].traffic)),  # type: ignore[misc]
         ]
-    rows.append(("sent by routers", lambda c: size(c.layouts[0].summed)))
-    return _table(plan, "One GPU, training" if one else f"Each of {plan.workload.gpus} GPUs, training", rows)
+    spread.append(("sent by routers", lambda c: size(c.layouts[0].summed)))
+    gpus = "One GPU, training" if one else f"Each of {work.gpus} GPUs, training"
+    print(
+        f"{plan.model} ({plan.model_type}): {plan.sparse_layers} of {plan.layers} layers with {plan.experts} experts; "
+        f"{work.batch} x {plan.sequence} tokens per GPU and step, {work.gpus} GPU{'s' if work.gpus > 1 else ''} of "
+        f"{work.gpu_memory:g} GiB, {work.dtype}{', checkpointed' if work.checkpointing else ''}"
+    )
+    tables = {"Model": MODEL, "FLOPs per token": flops, "Memory, all on one GPU": MEMORY, gpus: spread}
+    for title, rows in tables.items():
+        cells = [[name, *map(cell, plan.columns)] for name, cell in rows]
+        show(Table(title, ["", *(column.router for column in plan.columns)], cells, FLOPS_NOTE if rows is flops else ""))
+    for column in plan.columns:
+        if column.about:
+            print(f"{column.router}: {column.about}.")
 
 
 @dataclass(frozen=True)
@@ -185,6 +152,7 @@ class Plan:
 
     def run(self) -> None:
         from holdfast.planning import Workload, plan
+        from holdfast.train.recipe import parse_pairs
         from holdfast.train.training import quiet
 
         self.plugins.load()
@@ -192,15 +160,17 @@ class Plan:
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs each attempt to reach the hub
         if self.tokens is not None and not 0 < self.tokens < math.inf:
             raise ValueError(f"tokens is {self.tokens:g}; give a finite number above 0.")
+        steps = [step.strip() for step in self.layers.split(",")]
+        are_numbers = all(step.removeprefix("-").isdigit() for step in steps)
         done = plan(
             self.model,
             router_names(self.routers),
             experts=self.experts,
             k=self.k,
-            layers=_layers(self.layers),
+            layers=[int(step) for step in steps] if are_numbers else self.layers,
             hidden=self.hidden,
             shared=self.shared,
-            sizes=changes(self.set, "num_hidden_layers=48"),
+            sizes=parse_pairs(self.set, "num_hidden_layers=48"),
             workload=Workload(self.sequence, self.batch, self.gpus, self.dtype, self.checkpointing, self.gpu_memory),
         )
         if self.json:
@@ -211,9 +181,3 @@ class Plan:
             print(json.dumps(stored, indent=2, allow_nan=False))
         else:
             print_plan(done, self.tokens)
-
-
-def _layers(written: str) -> str | list[int]:
-    steps = [step.strip() for step in written.split(",")]
-    numbers = all(step.removeprefix("-").isdigit() for step in steps)
-    return [int(step) for step in steps] if numbers else written

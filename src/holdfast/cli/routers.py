@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import arg
 
-from holdfast.cli.common import PluginFiles, router_names, show
+from holdfast.cli.common import PluginFiles, bar, router_names, show
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,6 +17,11 @@ if TYPE_CHECKING:
 LENGTH = 128  # words in a sequence
 VOCABULARY = 2000
 HEADS = 4
+NOTE = (
+    "load std: standard deviation of the experts' shares of the tokens, 0 if even; dead: experts that no token selected; "
+    "flips: share of tokens whose selected set changes; worst: the largest share of a token's gate weights that moves to "
+    "other experts; dropped: share of the experts that tokens lose to a limit"
+)
 WARM_UP = 4  # batches that update router state before anything is measured
 
 
@@ -46,64 +50,34 @@ class Routers:
     plugins: Annotated[PluginFiles, arg(name="")] = field(default_factory=PluginFiles)
 
     def run(self) -> None:
-        self.plugins.load()
-        if self.route:
-            self._print_routes()
-        else:
-            self._print_names()
-
-    def _print_names(self) -> None:
-        from rich.table import Table
-
+        from holdfast.report.tables import Table
+        from holdfast.routing import list_routers
         from holdfast.routing.presets import REGISTRY
         from holdfast.routing.registry import FAMILIES
 
-        wanted = [preset for name in router_names(self.routers) for preset in REGISTRY.parse(name)] or list(REGISTRY)
-        table = Table(title="Routers; + joins names that replace different stages")
-        for column in ("name", "replaces stage", "what it does", "paper"):
-            table.add_column(column)
-        for family, about in FAMILIES.items():
-            members = [preset for preset in wanted if preset.family == family]
-            if members:
-                table.add_section()
-                table.add_row(f"[bold]{family.upper()}[/bold]", "", f"[italic]{about}[/italic]", "")
-            for preset in members:
-                table.add_row(preset.name, ", ".join(preset.parts) or "none", preset.about, preset.paper)
-        show(table)
+        self.plugins.load()
+        names = router_names(self.routers)
+        if not self.route:
+            wanted = [preset for name in names for preset in REGISTRY.parse(name)] or list(REGISTRY)
+            rows = []
+            for family, about in FAMILIES.items():
+                members = [preset for preset in wanted if preset.family == family]
+                rows += [[family.upper(), "", about, ""]] if members else []
+                rows += [[one.name, ", ".join(one.parts) or "none", one.about, one.paper] for one in members]
+            title, columns = "Routers; + joins names that replace different stages", ["name", "replaces stage"]
+            show(Table(title, [*columns, "what it does", "paper"], rows))
+            return
+        batches, names = embedded_tokens(WARM_UP + 1, self.sequences, self.dim, self.seed), names or list(list_routers())
+        described = []
+        with bar(len(names), leave=False) as tell:
+            for place, name in enumerate(names):
+                described.append({"router": name, **self._describe(name, batches)})
+                tell(place + 1, "routing", name)
+        title = f"{self.sequences} x {LENGTH} words of Python's documentation, weights untrained"
+        show(Table.of(title, described, NOTE))
 
-    def _print_routes(self) -> None:
-        from rich.console import Console
-        from rich.markup import escape
-        from rich.progress import track
-        from rich.table import Table
-
-        from holdfast.routing import list_routers
-
-        batches = embedded_tokens(WARM_UP + 1, self.sequences, self.dim, self.seed)
-        table = Table(
-            title=f"{self.sequences} x {LENGTH} words of Python's documentation, weights untrained",
-            caption="load std: standard deviation of the experts' shares of the tokens, 0 if even; dead: experts that no "
-            "token selected; flips: share of tokens whose selected set changes; worst: the largest share of a token's gate "
-            "weights that moves to other experts; dropped: share of the experts that tokens lose to a limit",
-        )
-        table.add_column("router", no_wrap=True)
-        for column in (
-            "experts per token",
-            "load std %",
-            "dead",
-            "flips by bf16 %",
-            "worst, bf16 %",
-            "flips by 1% noise %",
-            "dropped %",
-        ):
-            table.add_column(column, justify="right")
-        names, hidden = router_names(self.routers) or list_routers(), not sys.stderr.isatty()
-        for name in track(names, "Routing", console=Console(stderr=True), transient=True, disable=hidden):
-            table.add_row(escape(name), *self._describe(name, batches))
-        show(table)
-
-    def _describe(self, name: str, batches: list[tuple[Tensor, Tensor]]) -> list[str]:
-        """Route all batches with the router `name`, and return the cells of its row, measured on the last batch."""
+    def _describe(self, name: str, batches: list[tuple[Tensor, Tensor]]) -> dict[str, str]:
+        """Route all batches with the router `name`, and return its figures by column, measured on the last batch."""
         import torch
 
         from holdfast.metrics import DroppedExperts
@@ -133,15 +107,15 @@ class Routers:
         def flips(other: Routing) -> str:
             return f"{100 * (routing.chosen != other.chosen).any(-1).float().mean():.2f}"
 
-        return [
-            f"{routing.used.sum(-1).float().mean():.2f}",
-            f"{100 * (share / share.sum()).std(correction=0):.2f}",
-            f"{int((share == 0).sum())}",
-            flips(rounded),
-            f"{100 * worst:.1f}",
-            flips(noisy),
-            f"{100 * dropped.result().share:.2f}" if dropped.tokens else "",
-        ]
+        return {
+            "experts per token": f"{routing.used.sum(-1).float().mean():.2f}",
+            "load std %": f"{100 * (share / share.sum()).std(correction=0):.2f}",
+            "dead": f"{int((share == 0).sum())}",
+            "flips by bf16 %": flips(rounded),
+            "worst, bf16 %": f"{100 * worst:.1f}",
+            "flips by 1% noise %": flips(noisy),
+            "dropped %": f"{100 * dropped.result().share:.2f}" if dropped.tokens else "",
+        }
 
 
 def embedded_tokens(batches: int, sequences: int, dim: int, seed: int) -> list[tuple[Tensor, Tensor]]:

@@ -36,7 +36,15 @@ class Run:
     plugins: Annotated[PluginFiles, arg(name="")] = field(default_factory=PluginFiles)
 
     def run(self) -> None:
-        line = [*self._executable(), *self.arguments]
+        if self.program.endswith(".py"):
+            if not Path(self.program).is_file():
+                raise ValueError(f"there is no file {self.program}.")
+            line = [sys.executable, self.program, *self.arguments]
+        else:  # commands of this Python's environment come first, even if it is not active
+            beside = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+            if (program := shutil.which(self.program, path=beside)) is None:
+                raise ValueError(f"command {self.program!r} not found; for a Python module: holdfast run -- python -m NAME.")
+            line = [program, *self.arguments]
         path = os.pathsep.join([str(STARTED), *filter(None, [os.environ.get("PYTHONPATH")])])
         self.plugins.load()  # a mistake in a file is one sentence here, before the program starts
         files = os.pathsep.join(str(file.absolute()) for file in self.plugins.plugin)
@@ -46,18 +54,6 @@ class Run:
         if os.name == "nt":  # Windows cannot replace the running process
             sys.exit(subprocess.call(line, env=environment))
         os.execve(line[0], line, environment)
-
-    def _executable(self) -> list[str]:
-        """Return the program with its full path; commands of this Python's environment come first, even if not active."""
-        if self.program.endswith(".py"):
-            if not Path(self.program).is_file():
-                raise ValueError(f"there is no file {self.program}.")
-            return [sys.executable, self.program]
-        beside = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-        found = shutil.which(self.program, path=beside)
-        if found is None:
-            raise ValueError(f"command {self.program!r} not found; for a Python module: holdfast run -- python -m NAME.")
-        return [found]
 
 
 def program_of(arguments: list[str]) -> Run | None:

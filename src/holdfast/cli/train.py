@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from holdfast.cli.common import PluginFiles, bar, changes, require_folder, show_messages
+from holdfast.cli.common import PluginFiles, bar, require_folder, show_messages
+from holdfast.errors import unknown_name
 from holdfast.locking import take_over
-
-if TYPE_CHECKING:
-    from holdfast.train.training import SingleRun
 
 
 @dataclass(frozen=True)
@@ -49,31 +48,37 @@ class Train:
 
     def run(self) -> None:
         from holdfast.train import load_recipe
-        from holdfast.train.recipe import parse_router
-        from holdfast.train.trainer_loop import is_first_rank, own_process_group, processes
+        from holdfast.train.recipe import parse_pairs, parse_router
+        from holdfast.train.trainer_loop import TRAINER_LOGGERS, is_first_rank, own_process_group, processes
         from holdfast.train.training import SingleRun, quiet
 
         self.plugins.load()
-        _check_loggers(self.log)
+        for name in self.log:
+            if name not in TRAINER_LOGGERS:
+                raise ValueError(unknown_name("logger", name, TRAINER_LOGGERS))
+            if find_spec(name) is None and not (name == "tensorboard" and find_spec("tensorboardX")):
+                raise ValueError(f"{name} is not installed: pip install {name}.")
         require_folder(self.out)
         if self.take_over and is_first_rank():
             take_over(self.out)
-        wanted = changes(self.set)
+        wanted = parse_pairs(self.set, "training.steps=50")
         wanted |= {"training.keep": "best"} if self.best else {}
         wanted |= {"training.precision": "bf16"} if self.bf16 else {}
-        single = SingleRun(
-            load_recipe(self.recipe, wanted),
-            parse_router(self.router),
-            self.seed,
-            self.out,
-            data=self.data,
-        )
+        recipe = load_recipe(self.recipe, wanted)
+        single = SingleRun(recipe, parse_router(self.router), self.seed, self.out, data=self.data)
         quiet()
         if is_first_rank():
             show_messages()
         with own_process_group():
             if is_first_rank():
-                _with_progress(single, self.log)
+                steps = single.task.steps
+                with bar(steps) as tell:
+
+                    def note(done: int) -> None:
+                        phase = "train" if done < steps else "save"
+                        tell(done, f"{single.choice.name}: {phase}", f"step {done} of {steps}")
+
+                    single.run(note, self.log)
             else:
                 single.run(None, self.log)
         if is_first_rank():
@@ -81,41 +86,15 @@ class Train:
                 print(f"Trained on {processes()} ranks.")
             print(f"Model: {self.out / 'model'}\nLog: {self.out / 'training' / 'log.jsonl'}")
             plugins = "".join(f" --plugin {shlex.quote(str(file))}" for file in self.plugins.plugin)
-            print(f"Next: holdfast evaluate {self.out}{_source_option(single, self.data)}{plugins}")
+            print(f"Next: holdfast evaluate {self.out}{source_option(recipe.data.source, self.data)}{plugins}")
 
 
-def _source_option(single: SingleRun, data: Path | None) -> str:
+def source_option(source: str, data: Path | None) -> str:
     """Return the option that `holdfast evaluate` needs to find the data; embedded data need none."""
     from holdfast.data import corpora, image_sets, text_sets
     from holdfast.train.task_record import EMBEDDED
 
-    source = single.recipe.data.source
     if source in EMBEDDED:
         return ""
-    if data is not None and source in (*corpora(), *image_sets(), *text_sets()):
-        return f" --data {shlex.quote(str(data))}"
-    return f" --source {shlex.quote(source)}"
-
-
-def _with_progress(single: SingleRun, log: tuple[str, ...]) -> None:
-    steps = single.task.steps
-    with bar(steps) as tell:
-
-        def note(done: int) -> None:
-            phase = "train" if done < steps else "save"
-            tell(done, f"{single.choice.name}: {phase}", f"step {done} of {steps}")
-
-        single.run(note, log)
-
-
-def _check_loggers(names: tuple[str, ...]) -> None:
-    from importlib.util import find_spec
-
-    from holdfast.errors import unknown_name
-    from holdfast.train.trainer_loop import TRAINER_LOGGERS
-
-    for name in names:
-        if name not in TRAINER_LOGGERS:
-            raise ValueError(unknown_name("logger", name, TRAINER_LOGGERS))
-        if find_spec(name) is None and not (name == "tensorboard" and find_spec("tensorboardX")):
-            raise ValueError(f"{name} is not installed: pip install {name}.")
+    is_named = data is not None and source in (*corpora(), *image_sets(), *text_sets())
+    return f" --data {shlex.quote(str(data))}" if is_named else f" --source {shlex.quote(source)}"

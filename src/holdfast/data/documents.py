@@ -74,7 +74,6 @@ class Corpus:
     name: str
     about: str
     splits: Mapping[str, Iterable[Document]]
-    tokenizer: str = "words"  # the usual one for this text
     streamed: bool = False
 
     def documents(self, split: str) -> Iterable[Document]:

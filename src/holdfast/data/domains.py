@@ -97,7 +97,14 @@ def domain_set(source: str | Path, *, size: int | None = None) -> DomainSet:
     folder, size = Path(source), SIZE if size is None else size
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder of domains; {DOMAIN_LAYOUT}.")
-    files = {domain.name: _class_files(domain) for domain in folders_in(folder)}
+    files: dict[str, dict[str, list[Path]]] = {}
+    for domain in folders_in(folder):
+        files[domain.name] = by_class = {inner.name: images_in(inner) for inner in folders_in(domain)}
+        if empty := next((name for name, paths in by_class.items() if not paths), None):
+            endings = ", ".join(sorted(ENDINGS))
+            raise ValueError(f"{domain / empty} has no images ({endings}); add some, or remove the folder.")
+        if not by_class:
+            raise ValueError(f"the domain {domain} has no folders of classes; {DOMAIN_LAYOUT}.")
     if len(files) < 2:
         found = f"one domain only, {next(iter(files))}" if files else "no folders"
         raise ValueError(f"{folder} has {found}; to leave one domain out, {DOMAIN_LAYOUT}.")
@@ -125,13 +132,3 @@ def domain_set(source: str | Path, *, size: int | None = None) -> DomainSet:
     name = folder.resolve().name
     about = f"{count:,} images of {len(classes)} classes in {len(domains)} domains of {name}, {size} pixels per side"
     return DomainSet(name, about, classes, domains, checksum(parts))
-
-
-def _class_files(domain: Path) -> dict[str, list[Path]]:
-    """Return the images of each class of a domain, sorted; raise ValueError if a class has none."""
-    found = {folder.name: images_in(folder) for folder in folders_in(domain)}
-    if empty := next((name for name, files in found.items() if not files), None):
-        raise ValueError(f"{domain / empty} has no images ({', '.join(sorted(ENDINGS))}); add some, or remove the folder.")
-    if not found:
-        raise ValueError(f"the domain {domain} has no folders of classes; {DOMAIN_LAYOUT}.")
-    return found

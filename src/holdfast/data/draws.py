@@ -8,8 +8,8 @@ and the step. So every router of a comparison, a resumed run and each of several
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar, final
+from collections.abc import Iterable, Mapping
+from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,6 @@ from torch import Tensor
 
 _MASK = 2**64 - 1
 _STEP = 0x9E3779B97F4A7C15
-_Item = TypeVar("_Item")
 
 
 def _output(state: Any) -> Any:
@@ -52,9 +51,6 @@ class Draws:
     def below(self, count: int) -> int:
         """Return a whole number from 0 to count - 1."""
         return self.bits() * count >> 64
-
-    def choice(self, items: Sequence[_Item]) -> _Item:
-        return items[self.below(len(items))]
 
     def normal(self) -> float:
         """Return a number of the standard normal distribution (Box and Muller)."""
@@ -120,8 +116,6 @@ class ExampleOrder(ABC):
 
     def numbers(self, step: int) -> Tensor:
         """Return (size,) int64: the examples of a step."""
-        if step < 0:
-            raise ValueError(f"there is no step {step}; the first is 0.")
         return self.at(range(step * self.size, (step + 1) * self.size))
 
     @abstractmethod
@@ -137,8 +131,6 @@ class Order(ExampleOrder):
     """
 
     def __init__(self, count: int, size: int, seed: int) -> None:
-        if count < 1 or size < 1:
-            raise ValueError(f"batches of {size} from {count} examples are empty; both numbers must be at least 1.")
         self.count, self.size, self.seed = count, size, seed
         self._epochs: dict[int, Tensor] = {}
 
@@ -163,8 +155,7 @@ class DomainOrder(ExampleOrder):
     """
 
     def __init__(self, counts: Mapping[str, int], size: int, seed: int) -> None:
-        if size % len(counts):
-            raise ValueError(f"a batch of {size} images does not have as many of each of {len(counts)} domains.")
+        assert size % len(counts) == 0, "a batch has as many images of each domain"
         self.count, self.size = sum(counts.values()), size
         self.orders = [Order(count, size // len(counts), domain_seed("order", name, seed)) for name, count in counts.items()]
         self.starts = [sum(list(counts.values())[:place]) for place in range(len(counts))]

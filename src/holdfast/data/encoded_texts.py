@@ -44,23 +44,13 @@ class Batch:
 class Blocks:
     """Blocks that do not overlap. Block i reads tokens iL to iL+L-1 and predicts the token after each of them.
 
-    So every token but the first of the sequence is predicted once; with `first`, a token that is read before the sequence,
-    the first one is predicted too. The last block is padded.
+    So every token but the first of the sequence is predicted once. The last block is padded with 0.
     """
 
-    def __init__(self, tokens: Tensor, length: int, *, first: int | None = None, pad: int = 0) -> None:
-        if tokens.dim() != 1 or tokens.is_floating_point():
-            raise ValueError(
-                f"tokens must be one sequence of whole numbers, (T,), not {tuple(tokens.shape)} {tokens.dtype}."
-            )
-        if length < 1:
-            raise ValueError(f"a block of {length} tokens is empty; it needs at least 1.")
-        if first is not None:
-            tokens = tokens if 0 <= first <= torch.iinfo(tokens.dtype).max else tokens.long()
-            tokens = torch.cat([tokens.new_tensor([first]), tokens])
+    def __init__(self, tokens: Tensor, length: int) -> None:
         if len(tokens) < 2:
             raise ValueError(f"a sequence of {len(tokens)} tokens has nothing to predict; it needs at least 2.")
-        self.tokens, self.length, self.pad = tokens, length, pad
+        self.tokens, self.length = tokens, length
 
     @property
     def scored(self) -> int:
@@ -78,18 +68,14 @@ class Blocks:
     def batch(self, numbers: Iterable[int] | Tensor) -> Batch:
         """Return the blocks of these numbers as a batch."""
         chosen = numbers if isinstance(numbers, Tensor) else torch.tensor(list(numbers), dtype=torch.int64)
-        if not len(chosen) or int(chosen.min()) < 0 or int(chosen.max()) >= len(self):
-            raise ValueError(f"blocks {chosen.tolist()} are not all among the {len(self)} blocks, 0 to {len(self) - 1}.")
         place = chosen[:, None] * self.length + torch.arange(self.length + 1)
         mask = place[:, 1:] <= self.scored
         found = self.tokens[place.clamp_max(self.scored)].long()
-        inputs, targets = (part.masked_fill(~mask, self.pad) for part in (found[:, :-1], found[:, 1:]))
+        inputs, targets = (part.masked_fill(~mask, 0) for part in (found[:, :-1], found[:, 1:]))
         return Batch(inputs, targets, mask)
 
     def batches(self, size: int) -> Iterator[Batch]:
         """Yield all blocks in order, for an evaluation; the last batch may be smaller."""
-        if size < 1:
-            raise ValueError(f"a batch of {size} blocks is empty; it needs at least 1.")
         for start in range(0, len(self), size):
             yield self.batch(range(start, min(start + size, len(self))))
 

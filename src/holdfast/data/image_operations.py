@@ -116,10 +116,6 @@ def equalize(images: Tensor, _: Tensor) -> Tensor:
     return look_up(images, tables.where(step > 0, torch.arange(256)))
 
 
-def invert(images: Tensor, _: Tensor) -> Tensor:
-    return 255 - images
-
-
 def posterize(images: Tensor, bits: Tensor) -> Tensor:
     """Keep this many of the highest bits of every value."""
     kept = (256 - 2 ** (8 - bits.long())).view(-1, 1, 1, 1)
@@ -152,18 +148,10 @@ def lightness(images: Tensor) -> Tensor:
     return (((images.long() * weights).sum(1, keepdim=True) + 0x8000) >> 16).to(torch.uint8)
 
 
-def color(images: Tensor, factor: Tensor) -> Tensor:
-    return blend(lightness(images), images, factor)
-
-
 def contrast(images: Tensor, factor: Tensor) -> Tensor:
     grey = lightness(images).long()
     mean = (grey.sum((1, 2, 3), keepdim=True).double() / grey[0].numel() + 0.5).floor()
     return blend(mean, images, factor)
-
-
-def brightness(images: Tensor, factor: Tensor) -> Tensor:
-    return blend(torch.zeros_like(images), images, factor)
 
 
 def sharpness(images: Tensor, factor: Tensor) -> Tensor:
@@ -195,14 +183,14 @@ def _factor(operation: Callable[[Tensor, Tensor], Tensor]) -> Operation:
 OPERATIONS: dict[str, Operation] = {
     "autocontrast": Operation(autocontrast),
     "equalize": Operation(equalize),
-    "invert": Operation(invert),
+    "invert": Operation(lambda images, _: 255 - images),
     "rotate": Operation(rotate, _share_of(30.0), signed=True),
     "posterize": Operation(posterize, lambda magnitude: 4 - math.floor(_share_of(4.0)(magnitude))),
     "solarize": Operation(solarize, lambda magnitude: 256 - math.floor(_share_of(256.0)(magnitude))),
     "solarize_add": Operation(solarize_add, lambda magnitude: math.floor(_share_of(110.0)(magnitude))),
-    "color": _factor(color),
+    "color": _factor(lambda images, factor: blend(lightness(images), images, factor)),
     "contrast": _factor(contrast),
-    "brightness": _factor(brightness),
+    "brightness": _factor(lambda images, factor: blend(torch.zeros_like(images), images, factor)),
     "sharpness": _factor(sharpness),
     "shear_x": Operation(_affine_entry(1), _share_of(0.3), signed=True),
     "shear_y": Operation(_affine_entry(3), _share_of(0.3), signed=True),

@@ -281,8 +281,14 @@ def _cifar10(place: Path, files: Iterable[tuple[str, bytes]]) -> ImageSet:
         if parts[-1].endswith(".bin"):
             found["test" if parts[-1].startswith("test") else "train"] |= _records(parts[-1], content, place)
         elif len(parts) >= 3 and parts[-3] in found and Path(name).suffix.lower() in ENDINGS:
-            name = "/".join(parts[-3:])
-            found[parts[-3]][name] = _class_and_pixels(name, content, place)
+            name, (split, label) = "/".join(parts[-3:]), parts[-3:-1]
+            if label not in CLASSES:
+                raise ValueError(f"{place} has images of {label!r}, which is no class of CIFAR-10: {', '.join(CLASSES)}.")
+            image = np.asarray(read_image(io.BytesIO(content), f"{name} in {place}"), dtype=np.uint8)
+            if image.shape != (SIDE, SIDE, 3):
+                width, height = image.shape[1::-1]
+                raise ValueError(f"{name} in {place} has {width} x {height} pixels; CIFAR-10 has 32 x 32.")
+            found[split][name] = CLASSES.index(label), image.transpose(2, 0, 1)
     splits = {}
     for split, images in found.items():
         counts = np.bincount([label for label, _ in images.values()], minlength=len(CLASSES)).tolist()
@@ -297,17 +303,6 @@ def _cifar10(place: Path, files: Iterable[tuple[str, bytes]]) -> ImageSet:
     kept, held = hold_out(sorted(found["train"]))
     splits = {"train": splits["train"].only(kept), "valid": splits["train"].only(held), "test": splits["test"]}
     return _array_set("cifar10", ABOUT["cifar10"], CLASSES, splits)
-
-
-def _class_and_pixels(name: str, content: bytes, place: Path) -> tuple[int, Any]:
-    """Return the class and the pixels of an image file, SPLIT/CLASS/FILE."""
-    label = name.split("/")[1]
-    if label not in CLASSES:
-        raise ValueError(f"{place} has images of {label!r}, which is no class of CIFAR-10: {', '.join(CLASSES)}.")
-    pixels = np.asarray(read_image(io.BytesIO(content), f"{name} in {place}"), dtype=np.uint8)
-    if pixels.shape != (SIDE, SIDE, 3):
-        raise ValueError(f"{name} in {place} has {pixels.shape[1]} x {pixels.shape[0]} pixels; CIFAR-10 has 32 x 32.")
-    return CLASSES.index(label), pixels.transpose(2, 0, 1)
 
 
 def _records(name: str, content: bytes, place: Path) -> Named:
@@ -330,8 +325,6 @@ def folder_set(folder: Path, size: int | None = None) -> ImageSet:
     """
     require_extra("decoding images", "PIL")  # raise now if it is missing, not in the middle of training
     size = SIZE if size is None else size
-    if size < 1:
-        raise ValueError(f"size is {size}; images have at least 1 pixel per side.")
     inner = {path.name: path for path in folders_in(folder)}
     files = _split_folders(folder, inner) if "train" in inner else _split_by_file(folder, inner)
     classes = sorted({path.parent.name for path in files["train"]})

@@ -265,31 +265,30 @@ def as_rows(dataset: Dataset, loaded: Any) -> LabelledRows:
     if isinstance(loaded, LabelledRows):
         return loaded
     require_splits(dataset.name, loaded, SPLITS, "pairs of text and label")
-    splits = {split: list(_given_rows(f"dataset {dataset.name!r}, {split}", loaded[split])) for split in SPLITS}
+    splits: dict[str, list[Row]] = {split: [] for split in SPLITS}
+    for split, rows in splits.items():
+        place = f"dataset {dataset.name!r}, {split}"
+        for number, row in enumerate([] if isinstance(loaded[split], str) else loaded[split]):
+            parts = tuple(row) if isinstance(row, tuple | list) else ()
+            texts, label = parts[:-1], parts[-1] if parts else None
+            if len(parts) not in (2, 3) or not all(isinstance(text, str) and text.strip() for text in texts):
+                raise ValueError(
+                    f"{place}: row {number} is {row!r:.80}; expected (text, label) or (text, second text, label)."
+                )
+            if label is None or isinstance(label, bool):
+                raise ValueError(f"{place}: row {number} has the label {label}; expected a string or a number.")
+            pair = texts[1] if len(texts) == 2 else None
+            rows.append(Row(number, texts[0], pair, _label(label, f"{place}: row {number}")))
+        if not rows:
+            raise ValueError(f"{place} has no rows.")
     if len({row.pair is None for rows in splits.values() for row in rows}) > 1:
         raise ValueError(f"dataset {dataset.name!r} has rows with a second text and rows without; give all or none.")
     return LabelledRows(splits, dataset.about)
 
 
-def _given_rows(place: str, rows: Any) -> Iterator[Row]:
-    number = -1
-    for number, row in enumerate([] if isinstance(rows, str) else rows):
-        parts = tuple(row) if isinstance(row, tuple | list) else ()
-        texts, label = parts[:-1], parts[-1] if parts else None
-        if len(parts) not in (2, 3) or not all(isinstance(text, str) and text.strip() for text in texts):
-            raise ValueError(f"{place}: row {number} is {row!r:.80}; expected (text, label) or (text, second text, label).")
-        if label is None or isinstance(label, bool):
-            raise ValueError(f"{place}: row {number} has the label {label}; expected a string or a number.")
-        yield Row(number, texts[0], texts[1] if len(texts) == 2 else None, _label(label, f"{place}: row {number}"))
-    if number < 0:
-        raise ValueError(f"{place} has no rows.")
-
-
 def _labelled_texts(
     place: str, rows: Sequence[Row], number_of: Callable[[str], float], classes: Sequence[str]
 ) -> Iterator[LabelledText]:
-    if not rows:
-        raise ValueError(f"{place} has no rows.")
     for row in rows:
         assert row.label is not None
         try:
@@ -426,17 +425,15 @@ def _treebank_rows(kind: str, folder: Path) -> Rows | None:
         if "train" in paths:
             if missing := next((split for split in SPLITS if split not in paths), None):
                 raise ValueError(f"{place} has {names['train']} but no {names[missing]}.")
-            return {split: list(_treebank_file(path)) for split, path in paths.items()}
+            rows: Rows = {split: [] for split in paths}
+            for split, path in paths.items():
+                for number, line in enumerate(read_text(path).decode().removesuffix("\n").split("\n"), 1):
+                    label, _, sentence = line.partition(" ")
+                    if not label.isdecimal() or not sentence.strip():
+                        raise ValueError(f"{path}, line {number}: this is not a number, a space and a sentence.")
+                    rows[split].append(Row(number, sentence.strip(), None, label))
+            return rows
     return None
-
-
-def _treebank_file(path: Path) -> Iterator[Row]:
-    lines = read_text(path).decode().split("\n")
-    for number, line in enumerate(lines[:-1] if not lines[-1] else lines, 1):
-        label, _, sentence = line.partition(" ")
-        if not label.isdecimal() or not sentence.strip():
-            raise ValueError(f"{path}, line {number}: this is not a number, a space and a sentence.")
-        yield Row(number, sentence.strip(), None, label)
 
 
 def _banking_rows(folder: Path) -> Rows | None:

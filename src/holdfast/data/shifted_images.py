@@ -42,19 +42,7 @@ PUBLISHED = {
     "55722c5b79803f3068747ee03f6506845c70cb9ff9bd3fca9e09d45357c793eb": "ImageNet-O",
 }
 # Some names of the usual thousand in their usual order. A list of ids without names is used only for a model that has these.
-LANDMARKS = {
-    0: "tench",
-    1: "goldfish",
-    207: "golden retriever",
-    281: "tabby",
-    388: "giant panda",
-    508: "computer keyboard",
-    620: "laptop",
-    760: "refrigerator",
-    850: "teddy",
-    949: "strawberry",
-    999: "toilet tissue",
-}
+LANDMARKS = {0: "tench", 207: "golden retriever", 388: "giant panda", 508: "computer keyboard", 999: "toilet tissue"}
 FORMATS = (
     "a folder with ImageNet's class folders, a text file with a WordNet id in each line (LOC_synset_mapping.txt), or a JSON "
     "file (imagenet_class_index.json)"

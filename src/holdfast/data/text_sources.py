@@ -107,24 +107,21 @@ def _as_corpus(dataset: Dataset, loaded: Any) -> Corpus:
     if isinstance(loaded, Corpus):
         return loaded
     require_splits(dataset.name, loaded, SPLITS, "texts")
-    splits = {split: tuple(_as_documents(dataset.name, split, loaded[split])) for split in SPLITS}
-    return Corpus(dataset.name, dataset.about, splits)
-
-
-def _as_documents(name: str, split: str, texts: Any) -> Iterator[Document]:
-    found = False
-    for number, text in enumerate([] if isinstance(texts, str) else texts):
-        if not isinstance(text, str | Document):
-            raise ValueError(f"dataset {name!r}, {split}: text {number} is {type(text).__name__}; expected a string.")
-        try:
-            document = text if isinstance(text, Document) else Document(f"{name}/{split}/{number}", text.encode())
-        except UnicodeEncodeError as error:
-            raise ValueError(f"dataset {name!r}, {split}: text {number} is not valid Unicode: {error.reason}.") from None
-        found = found or bool(document.data.strip())
-        yield document
-    if not found:
-        one = ": it is one string, so put it into a list" if isinstance(texts, str) else ""
-        raise ValueError(f"dataset {name!r} has no text in its split {split}{one}.")
+    name, splits = dataset.name, {split: list[Document]() for split in SPLITS}
+    for split, documents in splits.items():
+        is_one = isinstance(loaded[split], str)
+        for number, text in enumerate([] if is_one else loaded[split]):
+            if not isinstance(text, str | Document):
+                raise ValueError(f"dataset {name!r}, {split}: text {number} is {type(text).__name__}; expected a string.")
+            try:
+                title = f"{name}/{split}/{number}"
+                documents.append(text if isinstance(text, Document) else Document(title, text.encode()))
+            except UnicodeEncodeError as error:
+                raise ValueError(f"dataset {name!r}, {split}: text {number} is not valid Unicode: {error.reason}.") from None
+        if not any(document.data.strip() for document in documents):
+            one = ": it is one string, so put it into a list" if is_one else ""
+            raise ValueError(f"dataset {name!r} has no text in its split {split}{one}.")
+    return Corpus(name, dataset.about, splits)
 
 
 def text_corpus(path: Path, column: str | None = None) -> Corpus:
@@ -179,13 +176,13 @@ def _folder_corpus(folder: Path) -> Corpus:
     return _lazy_corpus(name, f"the {len(files)} texts of {name}, split by file", read)
 
 
-def _split_files(name: str, about: str, paths: dict[str, Path], tokenizer: str = "words") -> Corpus:
+def _split_files(name: str, about: str, paths: dict[str, Path]) -> Corpus:
     """Return a corpus with one file per split; each file is read at first use."""
 
     def read(split: str) -> list[Document]:
         return [Document(f"{name}/{split}", read_text(paths[split]))]
 
-    return _lazy_corpus(name, about, read, tokenizer)
+    return _lazy_corpus(name, about, read)
 
 
 def _table_corpus(path: Path, column: str | None = None) -> Corpus:
@@ -320,32 +317,31 @@ def _wikitext(number: str, folder: Path | None) -> Corpus:
     name = f"wikitext-{number}"
     layout = f"train.txt, valid.txt and test.txt (or wiki.*.tokens; plain, .gz or .xz) into a folder wikitext{number}"
     if folder is None:
-        return _fetched_wikitext(name, f"put {layout} and name the folder around it")
+        instead, on_hub = f"put {layout} and name the folder around it", {"valid": "validation"}
+        parts = {
+            split: hub_rows("Salesforce/wikitext", f"{name}-v1", on_hub.get(split, split), instead=instead)
+            for split in SPLITS
+        }
+
+        def read(split: str) -> list[Document]:
+            lines = (str(row["text"]) for row in parts[split])  # empty lines have no newline
+            text = "".join(line if line.endswith("\n") else f"{line}\n" for line in lines)
+            return [Document(f"{name}/{split}", text.encode())]
+
+        return _lazy_corpus(name, ABOUT[name], read)
     for place in source_folders(folder, (f"wikitext{number}", name)):
         found = {split: find_file(place, (f"{split}.txt", f"wiki.{split}.tokens")) for split in SPLITS}
         if paths := {split: path for split, path in found.items() if path}:
             if len(paths) < len(SPLITS):
                 missing = next(split for split in SPLITS if split not in paths)
                 raise ValueError(f"{place} has {name}'s {' and '.join(paths)} but no {missing}.txt.")
-            return _split_files(name, ABOUT[name], paths, "lines")
+            return _split_files(name, ABOUT[name], paths)
     raise ValueError(f"{name} is not in {folder}: put {layout} there, or give no folder to fetch it through `datasets`.")
 
 
-def _fetched_wikitext(name: str, instead: str) -> Corpus:
-    hub_splits = {"train": "train", "valid": "validation", "test": "test"}
-    parts = {split: hub_rows("Salesforce/wikitext", f"{name}-v1", hub_splits[split], instead=instead) for split in SPLITS}
-
-    def read(split: str) -> list[Document]:
-        lines = (str(row["text"]) for row in parts[split])  # empty lines have no newline
-        text = "".join(line if line.endswith("\n") else f"{line}\n" for line in lines)
-        return [Document(f"{name}/{split}", text.encode())]
-
-    return _lazy_corpus(name, ABOUT[name], read, "lines")
-
-
-def _lazy_corpus(name: str, about: str, read: Callable[[str], Iterable[Document]], *kind: Any) -> Corpus:
+def _lazy_corpus(name: str, about: str, read: Callable[[str], Iterable[Document]], *, streamed: bool = False) -> Corpus:
     """Return a corpus whose documents are read again whenever they are needed, by a function of the split."""
-    return Corpus(name, about, {split: LazyDocuments(partial(read, split)) for split in SPLITS}, *kind)
+    return Corpus(name, about, {split: LazyDocuments(partial(read, split)) for split in SPLITS}, streamed)
 
 
 def _enwik8(folder: Path | None) -> Corpus:
@@ -368,7 +364,7 @@ def _enwik8(folder: Path | None) -> Corpus:
         ends = dict(zip(ENWIK8, itertools.accumulate(ENWIK8.values()), strict=True))
         return [Document(f"enwik8/{split}", data()[ends[split] - ENWIK8[split] : ends[split]])]
 
-    return _lazy_corpus("enwik8", ABOUT["enwik8"], read, "bytes")
+    return _lazy_corpus("enwik8", ABOUT["enwik8"], read)
 
 
 def _c4(folder: Path | None) -> Corpus:
@@ -388,7 +384,7 @@ def _c4(folder: Path | None) -> Corpus:
         for number, text in itertools.islice(enumerate(rows[source]()), start, None, step):
             yield Document(f"c4/{source}/{number}", text.encode("utf-8", "replace"))
 
-    return _lazy_corpus("c4", ABOUT["c4"], read, "words", True)
+    return _lazy_corpus("c4", ABOUT["c4"], read, streamed=True)
 
 
 def _c4_files(folder: Path, split: str) -> list[Path]:

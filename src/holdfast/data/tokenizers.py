@@ -131,8 +131,6 @@ class Vocabulary(Tokenizer):
         """Count the words; `size` is their largest number with the unknown word and the end, by default all words."""
         if size is not None and size <= len(SPECIAL):
             raise ValueError(f"a vocabulary of {size} has no words; it needs a size of at least {len(SPECIAL) + 1}.")
-        if splitter not in WORD_SPLITTERS:
-            raise ValueError(unknown_name("convention for words", splitter, WORD_SPLITTERS))
         self.name, self._splitter = splitter, WORD_SPLITTERS[splitter]
         counts = Counter(word for text in texts for word in self._splitter.pieces(_lines(text)))
         for special in SPECIAL:
@@ -301,19 +299,16 @@ def tokenizers() -> dict[str, str]:
     return {**{name: splitter.about for name, splitter in WORD_SPLITTERS.items()}, "bytes": "the bytes of UTF-8"}
 
 
-def tokenizer(corpus: Corpus, name: str | Path | None = None, *, size: int | None = None) -> Tokenizer:
-    """Return the tokeniser of this name, by default the usual one of the text.
+def tokenizer(corpus: Corpus, name: str, *, size: int | None = None) -> Tokenizer:
+    """Return the tokeniser of this name.
 
     size        of a vocabulary of words, which are counted in the training split; by default all words
     """
-    name = corpus.tokenizer if name is None else str(name)
     if name in WORD_SPLITTERS:
         if corpus.streamed:
             raise ValueError(f"{corpus.name} is a stream, too long to count words; use bytes, or a model's tokeniser.")
         lines = (line for document in corpus.documents("train") for line in document.lines())
         return Vocabulary(lines, size, splitter=name)
-    if size is not None:
-        raise ValueError(f"size is only for the tokenisers {' and '.join(WORD_SPLITTERS)}, not for {name}.")
     if name == "bytes":
         return Bytes()
     if name.startswith((".", "/", "~")) and not Path(name).is_dir():

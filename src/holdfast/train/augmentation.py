@@ -58,13 +58,31 @@ class AugmentPart:
 
     @property
     def in_use(self) -> bool:
-        changes = (self.crop is not None, self.pad, self.flip, self.randaugment, self.erase, self.mixup, self.cutmix)
-        return any(changes)
+        return self != AugmentPart(operations=self.operations)
 
     @property
     def only_moves_pixels(self) -> bool:
         """Whether no value of a pixel is computed: images are only shifted and mirrored."""
         return self.crop is None and not any((self.randaugment, self.erase, self.mixup, self.cutmix))
+
+
+@final
+@dataclass(frozen=True)
+class PlainImages:
+    """Call it with an order and places in it; it returns the inputs of a model, unchanged."""
+
+    images: Images
+    scaling: PixelScaling
+
+    def on(self, device: torch.device) -> "PlainImages":
+        return PlainImages(self.images.on(device), self.scaling)
+
+    def __call__(self, order: ExampleOrder, places: Sequence[int]) -> dict[str, Tensor]:
+        return self.inputs(order.at(places))
+
+    def inputs(self, numbers: Tensor) -> dict[str, Tensor]:
+        """Return the inputs of these images."""
+        return {"pixel_values": self.scaling(self.images.pixels(numbers)), "labels": self.images.labels_of(numbers)}
 
 
 @final
@@ -90,7 +108,8 @@ class AugmentedImages:
             numbers = order.at(places)
             pixels = self._changed(numbers, places).float() / 255
             return {"pixel_values": self.scaling(pixels), "labels": self.images.labels[numbers]}
-        partners = [self._partner(place) for place in places]
+        # The places of a micro-batch are mirrored: the first image is mixed with the last.
+        partners = [(2 * (place // self.batch) + 1) * self.batch - 1 - place for place in places]
         needed = sorted({*places, *partners})  # a partner may be in the part of another rank
         index = {place: position for position, place in enumerate(needed)}
         numbers = order.at(needed)
@@ -103,19 +122,18 @@ class AugmentedImages:
         inputs = {"pixel_values": self.scaling(mixed), "labels": labels[own]}
         return {**inputs, SECOND_LABELS: labels[other], SECOND_SHARES: shares}
 
-    def _partner(self, place: int) -> int:
-        """Return the place of the image that the one at `place` is mixed with."""
-        first = place // self.batch * self.batch
-        return first + self.batch - 1 - (place - first)
-
     def _mixed(self, number: int, own: Tensor, other: Tensor) -> tuple[Tensor, float]:
         """Return images of micro-batch `number` mixed with `other` ones, and the share of the others."""
         draws, part = Draws(self.seed, OF_MIXING, number), self.part
         if part.mixup and not (part.cutmix and draws.uniform() < 0.5):
             share = draws.symmetric_beta(part.mixup)
             return own * (1 - share) + other * share, share
-        height, width = own.shape[-2:]
-        left, top, right, bottom = _cutmix_box(draws, draws.symmetric_beta(part.cutmix), width, height)
+        # A box with about this share of the area, cut where it leaves the image.
+        (height, width), side = own.shape[-2:], math.sqrt(draws.symmetric_beta(part.cutmix))
+        across, down = int(width * side), int(height * side)
+        x, y = draws.below(width), draws.below(height)
+        left, right = max(0, x - across // 2), min(width, x + across // 2)
+        top, bottom = max(0, y - down // 2), min(height, y + down // 2)
         pasted = own.clone()
         pasted[..., top:bottom, left:right] = other[..., top:bottom, left:right]
         return pasted, (right - left) * (bottom - top) / (height * width)
@@ -128,16 +146,19 @@ class AugmentedImages:
             pixels = self.images.crops(numbers, lambda row, width, height: crop_box(draws[row], width, height, smallest))
         else:
             pixels = as_bytes(self.images.pixels(numbers))
-        if self.part.pad:
-            pixels = _shifted(pixels, self.part.pad, draws)
+        if pad := self.part.pad:
+            (height, width), padded = pixels.shape[-2:], torch.nn.functional.pad(pixels, (pad, pad, pad, pad))
+            for image, around, draw in zip(pixels, padded, draws, strict=True):
+                left, top = draw.below(2 * pad + 1), draw.below(2 * pad + 1)
+                image.copy_(around[:, top : top + height, left : left + width])
         if self.part.flip:
-            flipped = torch.tensor([own.uniform() < 0.5 for own in draws]).view(-1, 1, 1, 1)
+            flipped = torch.tensor([draw.uniform() < 0.5 for draw in draws]).view(-1, 1, 1, 1)
             pixels = pixels.flip(-1).where(flipped, pixels)
         for _ in range(self.part.operations if self.part.randaugment else 0):
             pixels = _randaugmented(pixels, self.part.randaugment, draws)
         if self.part.erase:
-            for image, own in zip(pixels, draws, strict=True):
-                _erase(image, self.part.erase, own)
+            for image, draw in zip(pixels, draws, strict=True):
+                _erase(image, self.part.erase, draw)
         return pixels
 
 
@@ -192,32 +213,11 @@ def crop_box(draws: Draws, width: int, height: int, smallest: float) -> Box:
     return (width - side) // 2, (height - side) // 2, side, side
 
 
-def _cutmix_box(draws: Draws, share: float, width: int, height: int) -> Box:
-    """Return left, top, right and bottom of a box with about this share of the area, cut where it leaves the image."""
-    across, down = (int(side * math.sqrt(share)) for side in (width, height))
-    x, y = draws.below(width), draws.below(height)
-    left, right = max(0, x - across // 2), min(width, x + across // 2)
-    top, bottom = max(0, y - down // 2), min(height, y + down // 2)
-    return left, top, right, bottom
-
-
-def _shifted(pixels: Tensor, pad: int, draws: Sequence[Draws]) -> Tensor:
-    """Return a random part of each image after `pad` black pixels were put around it."""
-    height, width = pixels.shape[-2:]
-    padded = torch.nn.functional.pad(pixels, (pad, pad, pad, pad))
-    found = torch.empty_like(pixels)
-    for row, own in enumerate(draws):
-        left, top = own.below(2 * pad + 1), own.below(2 * pad + 1)
-        found[row] = padded[row, :, top : top + height, left : left + width]
-    return found
-
-
 def _randaugmented(pixels: Tensor, magnitude: float, draws: Sequence[Draws]) -> Tensor:
     """Apply one random operation to every other image. Images with the same operation are changed together."""
-    rows: dict[str, list[int]] = {}
-    strengths: dict[str, list[float]] = {}
+    names, rows, strengths = list(OPERATIONS), dict[str, list[int]](), dict[str, list[float]]()
     for row, own in enumerate(draws):
-        name = own.choice(list(OPERATIONS))
+        name = names[own.below(len(names))]
         operation, is_applied = OPERATIONS[name], own.uniform() < 0.5
         drawn = magnitude + MAGNITUDE_STD * own.normal()
         strength = operation.strength(min(LARGEST_MAGNITUDE, max(0.0, drawn)))

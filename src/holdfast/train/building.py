@@ -13,7 +13,7 @@ import logging
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from holdfast.hub.install import specs_of
 from holdfast.hub.layers import is_moe, layer_infos, moe_layers
 from holdfast.hub.replacements import SparseLayer
 from holdfast.hub.specs import LayerSpec
+from holdfast.layers.losses import Losses
 from holdfast.model_size import in_gib, memory_for_training
 from holdfast.planning.meta_model import Change, Choice, sparsify_on_meta
 from holdfast.planning.planning import CONFIG_ERRORS
@@ -41,7 +42,7 @@ DEFAULT_K = 2  # experts per token in a layer that was dense
 
 def put_router(model: Any, recipe: Recipe, choice: RouterChoice) -> bool:
     """Give the model the router, in place; return whether the model was dense and has new experts now."""
-    sparse, losses = recipe.sparse, recipe.router_losses()
+    sparse, losses = recipe.sparse, Losses(**asdict(recipe.losses))
     k = sparse.k if choice.k is None else choice.k
     if is_moe(model):
         _require_no_contradiction(sparse, model, recipe.model.checkpoint)
@@ -53,7 +54,7 @@ def put_router(model: Any, recipe: Recipe, choice: RouterChoice) -> bool:
     if sparse.experts is None:
         raise ValueError(f"{recipe.model.checkpoint} is a dense model: set sparse.experts to the number of experts.")
     k, copied = DEFAULT_K if k is None else k, starts_with_copies(recipe)
-    if any(parameter.is_meta for parameter in model.parameters()):
+    if next(model.parameters()).is_meta:
         change = Change(sparse.experts, k, sparse.layers, sparse.hidden, copied, losses, sparse.shared)
         sparsify_on_meta(model, Choice(choice.name, choice.router, choice.options, choice.k), change)
         return True
@@ -83,11 +84,11 @@ def _has_router(model: Any, choice: RouterChoice, k: int | None) -> bool:
     specs, names = specs_of(model), [layer.name for layer in moe_layers(model)]
     wanted = routers_by_layer(resolve_layers(choice.router, dict(choice.options), k=k), len(names))
     for name, one in zip(names, wanted, strict=True):
-        own = specs.get(name)
-        if own is None or one is None:
+        spec = specs.get(name)
+        if spec is None or one is None:
             return False
-        other = LayerSpec(one.router, own.k if one.k is None else one.k, one.options)
-        if (own.router, own.k, dict(own.options)) != (other.router, other.k, dict(other.options)):
+        other = LayerSpec(one.router, spec.k if one.k is None else one.k, one.options)
+        if (spec.router, spec.k, spec.options) != (other.router, other.k, other.options):
             return False
     return True
 
@@ -133,37 +134,30 @@ def _chosen(sparse: SparsePart, model: Any) -> list[str]:
     return [list(names)[index] for index in choose_layers(sparse.layers, len(names))]
 
 
-def build_model(task: Task, router: str, options: Mapping[str, Any], *, seed: int, k: int | None = None) -> Any:
+def build_model(task: Task, name: str, options: Mapping[str, Any], *, seed: int, k: int | None = None) -> Any:
     """Return the recipe's model with a router. Weights that two routers have in common start bit-identical."""
     torch.manual_seed(seed)
     model = task.initial_model()
-    was_dense = put_router(model, task.recipe, RouterChoice(router, router, options, k))
-    _use_token_counts(model, task)
+    was_dense = put_router(model, task.recipe, RouterChoice(name, name, options, k))
+    # Routers that ask for it (`hash[balanced=true]`) read how often each token id occurs in the training data.
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    counted = [router for router in routers if any(part.declares.wants_token_counts for part in router.parts)]
+    if counted and (counts := task.token_counts()) is not None:
+        for router in counted:
+            router.use_token_counts(counts)
     if was_dense:
         std = float(getattr(model.config, "initializer_range", 0.02))
         _draw_shared_weights(model, seed, std, experts=not starts_with_copies(task.recipe))
     return model
 
 
-def _use_token_counts(model: nn.Module, task: Task) -> None:
-    """Tell the routers that ask for it (`hash[balanced=true]`) how often each token id occurs in the training data."""
-    routers = [module for module in model.modules() if isinstance(module, Router)]
-    routers = [router for router in routers if any(part.declares.wants_token_counts for part in router.parts)]
-    counts = task.token_counts() if routers else None
-    if counts is not None:
-        for router in routers:
-            router.use_token_counts(counts)
-
-
 @torch.no_grad()
 def _draw_shared_weights(model: nn.Module, seed: int, std: float, *, experts: bool) -> None:
     """Draw scores, and `experts` too, each from the seed and its own name, whatever else the router draws."""
-    in_routers = {
-        id(parameter) for module in model.modules() if isinstance(module, Router) for parameter in module.parameters()
-    }
-    in_layers = {
-        id(parameter) for module in model.modules() if isinstance(module, SparseLayer) for parameter in module.parameters()
-    }
+    in_routers, in_layers = (
+        {id(parameter) for module in model.modules() if isinstance(module, kind) for parameter in module.parameters()}
+        for kind in (Router, SparseLayer)
+    )
     for name, parameter in model.named_parameters():
         common_name = name.replace(".score.base.", ".score.")  # AC wraps the score it clusters
         digest = hashlib.sha256(f"{seed} {common_name}".encode()).digest()
@@ -197,27 +191,23 @@ def preflight(task: Task, choices: Sequence[RouterChoice], *, report_size: bool 
         with torch.device("meta"):
             model = task.initial_model()  # an error here is one of the recipe, not of a router
         if number == 0 and report_size:
-            _report_size(task, model)
+            if (line := task.size_line(model)) is not None:
+                logger.info("%s.", line)
+            if (warning := task.size_warning(model)) is not None:
+                logger.warning("%s", warning)
         try:
             with torch.device("meta"), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the real model will warn
                 put_router(model, task.recipe, choice)
-            for moe_layer in moe_layers(model):
-                _require_readable(moe_layer.router, task)
+            for router in filter(None, (layer.router for layer in moe_layers(model))):
+                for field, (name, words) in INPUTS_OF_FIELDS.items():
+                    if field in router.reads and name not in task.probe():
+                        raise ValueError(f"it reads {words}, which the inputs of this task do not have.")
         except ValueError as problem:
             raise ValueError(f"router {choice.name!r} cannot be trained with this recipe: {problem}") from problem
         built.append(model)
     for model in built:
         _require_memory(task, model)
-
-
-def _report_size(task: Task, model: Any) -> None:
-    """Log what decides how long a step takes, and a warning if it could be made shorter."""
-    line, warning = task.size_line(model), task.size_warning(model)
-    if line is not None:
-        logger.info("%s.", line)
-    if warning is not None:
-        logger.warning("%s", warning)
 
 
 def _require_memory(task: Task, model: Any) -> None:
@@ -274,10 +264,3 @@ def expert_count(task: Task) -> int:
         return task.recipe.sparse.experts
     with torch.device("meta"):
         return min(info.experts for info in layer_infos(moe_layers(task.initial_model())))
-
-
-def _require_readable(router: Router | None, task: Task) -> None:
-    """Raise ValueError if the router reads something that the inputs of this task do not have."""
-    for field, (name, words) in INPUTS_OF_FIELDS.items():
-        if router is not None and field in router.reads and name not in task.probe():
-            raise ValueError(f"it reads {words}, which the inputs of this task do not have.")

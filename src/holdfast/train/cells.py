@@ -61,9 +61,16 @@ def merge_results(folder: Path, results: Sequence[Result]) -> list[Result]:
     """
     found = {_key(result): result for result in results}
     for path in sorted((folder / "cells").glob("*/result.json")):
-        key, result = _read_result(path)
-        found.setdefault(key, result)
-    stored = _stored_rows(folder)
+        try:
+            result = read_with_checksum(path)
+            found.setdefault(_key(result), result)
+        except (OSError, ValueError, KeyError, TypeError):
+            raise ValueError(f"{path} is damaged; remove {path.parent} to train its cell again.") from None
+    try:
+        rows = read_json(folder / "results.json", limit=LARGEST)["rows"]
+        stored = [_key({**row, "seed": 0})[:2] for row in rows]
+    except (OSError, ValueError, KeyError, TypeError):  # it is missing or damaged, and will be replaced
+        stored = []
     routers = list(dict.fromkeys([*(router for _, router in stored), *(router for _, router, _ in found)]))
     settings = list(dict.fromkeys([*(setting for setting, _ in stored), *(setting for setting, _, _ in found)]))
     return [found[key] for key in sorted(found, key=lambda key: (settings.index(key[0]), routers.index(key[1]), key[2]))]
@@ -72,20 +79,3 @@ def merge_results(folder: Path, results: Sequence[Result]) -> list[Result]:
 def _key(result: Result) -> tuple[str, str, int]:
     """Return the setting, the router and the seed of a result."""
     return json.dumps(result.get("settings", {}), sort_keys=True), str(result["router"]), int(result["seed"])
-
-
-def _read_result(path: Path) -> tuple[tuple[str, str, int], Result]:
-    try:
-        result = read_with_checksum(path)
-        return _key(result), result
-    except (OSError, ValueError, KeyError, TypeError):
-        raise ValueError(f"{path} is damaged; remove {path.parent} to train its cell again.") from None
-
-
-def _stored_rows(folder: Path) -> list[tuple[str, str]]:
-    """Return the settings and routers of results.json; none if it is missing or damaged, because it will be replaced."""
-    try:
-        stored = read_json(folder / "results.json", limit=LARGEST)
-        return [_key({**row, "seed": 0})[:2] for row in stored["rows"]]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []

@@ -49,6 +49,10 @@ class TrainingState:
     compiled: bool = False  # whether the step is compiled; a resumed run does the same
     log: list[dict[str, float]] = field(default_factory=list)
 
+    def compiles(self, wanted: bool) -> bool:
+        """Return whether to compile the step: as wanted, or in a resumed run as the run before it did."""
+        return wanted if self.global_step == 0 else self.compiled
+
 
 def write_checkpoint(
     folder: Path, model: Any, optimizer: torch.optim.Optimizer, state: TrainingState, guard: Callable[[], None]
@@ -60,7 +64,12 @@ def write_checkpoint(
     remove_folder(checkpoint, folder)  # an incomplete one: its files must not mix with the new ones
     with writing_checkpoint(checkpoint, guard):
         model.save_pretrained(checkpoint, save_original_format=False)  # `load_weights` needs the names of the model
-        safetensors.torch.save_file(_moments(model, optimizer), checkpoint / OPTIMIZER)
+        moments = {  # by parameter name: `exp_avg/lm_head.weight`
+            f"{kind}/{name}": tensor.detach().cpu().contiguous()
+            for name, parameter in model.named_parameters()
+            for kind, tensor in optimizer.state.get(parameter, {}).items()
+        }
+        safetensors.torch.save_file(moments, checkpoint / OPTIMIZER)
         safetensors.torch.save_file(_random_states(), checkpoint / RANDOM)
         write_atomically(checkpoint / LOOP_STATE, json.dumps(asdict(state)) + "\n")
         guard()
@@ -124,15 +133,6 @@ def _random_states() -> dict[str, Tensor]:
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
     return states
-
-
-def _moments(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return the optimizer's tensors by parameter name: `exp_avg/lm_head.weight`."""
-    return {
-        f"{kind}/{name}": tensor.detach().cpu().contiguous()
-        for name, parameter in model.named_parameters()
-        for kind, tensor in optimizer.state.get(parameter, {}).items()
-    }
 
 
 def _load_moments(tensors: dict[str, Tensor], model: Any, optimizer: torch.optim.Optimizer) -> None:

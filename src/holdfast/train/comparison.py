@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing import active_children, get_context, parent_process
 from multiprocessing.managers import SyncManager
@@ -63,14 +63,12 @@ from holdfast.train.snapshots import (
 )
 from holdfast.train.start import checkpoint_identity
 from holdfast.train.summary import summarise
-from holdfast.train.sweep import Setting, require_few_cells, shares_data, with_choices, with_recipe
+from holdfast.train.sweep import Setting, require_few_cells, shares_data, with_choices
 from holdfast.train.task import Task
 from holdfast.train.task_record import MODEL, TASK
 from holdfast.train.training import quiet, require_trainable, train
 from holdfast.version import VERSION, versions
 
-# The keys that a complete result.json must have.
-STORED = ("router", "seed", "parameters", "log", "clean", "attacked", "snapshots", "consistency", "view")
 PROGRESS_POLL = 0.5  # seconds between two reads of the workers' progress
 
 Progress = Callable[[Cell, int], None]  # called with a cell and the number of its finished steps
@@ -128,10 +126,14 @@ class Comparison:
         if not setting.values:
             return self.task
         if setting.label not in self._tasks:
-            shared = shares_data(setting.recipe, self.recipe)
-            task = with_recipe(self.task, setting.recipe) if shared else make_task(setting.recipe, self.data)
-            if not shared and task.describe() != self.task.describe():
-                raise ValueError(f"{setting.label} changes the test data or the attack; it cannot be part of a sweep.")
+            if shares_data(setting.recipe, self.recipe):
+                if not self.task.open_choices():
+                    self.task.examples(0)  # reads the training data, which both tasks then share
+                task = self.task.with_recipe(setting.recipe)
+            else:
+                task = make_task(setting.recipe, self.data)
+                if task.describe() != self.task.describe():
+                    raise ValueError(f"{setting.label} changes the test data or the attack; it cannot be part of a sweep.")
             self._tasks[setting.label] = task
         return self._tasks[setting.label]
 
@@ -145,16 +147,16 @@ class Comparison:
 
     def identity(self) -> dict[str, Any]:
         """Return the values that two results must share to belong to the same comparison."""
-        plugins = self.recipe.plugins()
         start = checkpoint_identity(self.recipe.model)
+        some: dict[str, Any] = {"plugins": self.recipe.plugins(), "sweep": sorted(self.settings[0].values)}
         described = {"holdfast": VERSION, "recipe": self.recipe.describe(), **start, **self.task.describe()}
-        swept = sorted(self.settings[0].values)
-        return {**described, **({"plugins": plugins} if plugins else {}), **({"sweep": swept} if swept else {})}
+        return {**described, **{key: values for key, values in some.items() if values}}
 
     def run(self, progress: Progress | None = None, *, jobs: int = 1) -> list[Result]:
         """Return the results of all cells; train those that are not finished, `jobs` at a time."""
         if jobs < 1:
             raise ValueError(f"jobs is {jobs}; train at least 1 cell at a time.")
+        progress = progress or (lambda cell, steps: None)
         self._preflight()
         found: dict[str, Result] = {}
         while missing := [cell for cell in self.cells if cell.name not in found]:
@@ -169,7 +171,12 @@ class Comparison:
                 else:
                     found[cell.name] = result
             if len(owners) == len(missing):
-                self._wait(owners)
+                for name, owner in owners.items():  # log once that a process trains a cell, when it is met again
+                    known, was_logged = self._seen.get(name, (None, False))
+                    if owner == known and not was_logged:
+                        logger.warning("waiting for cell %s: %s writes it.", name, owner)
+                    self._seen[name] = owner, owner == known
+                time.sleep(POLL)
         return [found[cell.name] for cell in self.cells]
 
     def _preflight(self) -> None:
@@ -211,28 +218,31 @@ class Comparison:
         return finished
 
     def stored(self, cell: Cell) -> Result | None:
-        """Return the stored result of a cell; None if it is not finished, or if its file is damaged."""
-        self._require_own_cell(cell)
+        """Return the stored result of a cell; None if it is not finished, or if its file is damaged.
+
+        Raise ValueError if the cell has a result or checkpoint of a router with other options or plugins.
+        """
         path = self._path(cell)
+        if not is_only_begun(path) and not agrees(path / "router.json", cell.describe()):
+            raise ValueError(
+                f"{path} belongs to a router {cell.choice.name} with other options or another plugin; "
+                "give this router another name."
+            )
         if not (path / "router.json").exists():  # without it, the router's options of a stored result are unknown
             return None
         try:
             result = read_with_checksum(path / "result.json")
         except (OSError, ValueError):
             return None
-        is_complete = all(key in result for key in STORED)
-        of = (cell.choice.name, cell.seed, dict(cell.settings))
-        is_of_cell = is_complete and (result["router"], result["seed"], result.get("settings", {})) == of
-        return result if is_of_cell else None
+        is_of_cell = (result.get("router"), result.get("seed")) == (cell.choice.name, cell.seed)
+        return result if is_of_cell and result.get("settings", {}) == dict(cell.settings) else None
 
-    def attempt(self, cell: Cell, progress: Progress | None = None) -> Result | Owner:
+    def attempt(self, cell: Cell, progress: Progress) -> Result | Owner:
         """Return the result of a cell, stored or from training it now; if another process trains it, return that process."""
         lock, path = self._locks[cell.name], self._path(cell)
-        stored = self._stored_with_progress(cell, progress)
-        if stored is not None:
+        if (stored := self._stored_with_progress(cell, progress)) is not None:
             return stored
-        owner = lock.holder()
-        if owner is not None:
+        if (owner := lock.holder()) is not None:
             return owner
         with _deterministic_threads():
             task = self.task_of_cell(cell)
@@ -251,7 +261,7 @@ class Comparison:
             finally:
                 lock.release()
 
-    def _train_and_store(self, cell: Cell, model: Any, lock: Lock, progress: Progress | None) -> Result:
+    def _train_and_store(self, cell: Cell, model: Any, lock: Lock, progress: Progress) -> Result:
         """Train a cell under its lock, store its result and return it."""
         task, path = self.task_of_cell(cell), self._path(cell)
         k = experts_per_token(model)
@@ -262,9 +272,8 @@ class Comparison:
         if not agrees(path / "router.json", described):  # a router with other options began here
             remove_folder(path / "training", self.folder)
         write_json(path / "router.json", described)
-        tick = None if progress is None else lambda steps: progress(cell, steps)
-        guard = partial(lock.require, path / "training")
-        log = train(model, task, path / "training", seed=cell.seed, k=k, tick=tick, guard=guard)
+        how: dict[str, Any] = {"tick": partial(progress, cell), "guard": partial(lock.require, path / "training")}
+        log = train(model, task, path / "training", seed=cell.seed, k=k, **how)
         examples, probe = task.examples(cell.seed), task.probe()
         steps = snapshot_steps(task.steps)
         names = routings_of(model, probe).names
@@ -290,32 +299,15 @@ class Comparison:
         write_with_checksum(path / "result.json", without_nan(result))
         return without_nan(result)
 
-    def _stored_with_progress(self, cell: Cell, progress: Progress | None) -> Result | None:
+    def _stored_with_progress(self, cell: Cell, progress: Progress) -> Result | None:
         """Return the stored result of a cell, and report the cell as finished if there is one."""
         stored = self.stored(cell)
-        if stored is not None and progress is not None:
+        if stored is not None:
             progress(cell, self.steps_of(cell))
         return stored
 
     def _path(self, cell: Cell) -> Path:
         return self.folder / "cells" / cell.folder
-
-    def _require_own_cell(self, cell: Cell) -> None:
-        """Raise ValueError if the cell has a result or checkpoint of a router with other options or plugins."""
-        if not is_only_begun(self._path(cell)) and not agrees(self._path(cell) / "router.json", cell.describe()):
-            raise ValueError(
-                f"{self._path(cell)} belongs to a router {cell.choice.name} with other options or another plugin; "
-                "give this router another name."
-            )
-
-    def _wait(self, owners: dict[str, Owner]) -> None:
-        """Wait for `POLL` seconds. Log once which process trains a cell, when a second call finds the same process."""
-        for name, owner in owners.items():
-            found, was_logged = self._seen.get(name, (None, False))
-            if owner == found and not was_logged:
-                logger.warning("waiting for cell %s: %s writes it.", name, owner)
-            self._seen[name] = owner, owner == found
-        time.sleep(POLL)
 
 
 @contextmanager
@@ -332,7 +324,7 @@ def _deterministic_threads() -> Iterator[None]:
 _worker: tuple[Comparison, Any] | None = None  # in a worker process: its comparison, and the queue for its progress
 
 
-def run_in_parallel(comparison: Comparison, wanted: list[Cell], jobs: int, progress: Progress | None) -> None:
+def run_in_parallel(comparison: Comparison, wanted: list[Cell], jobs: int, progress: Progress) -> None:
     """Train the wanted cells that are not finished in worker processes, `jobs` at a time; each stores its results."""
     cells = comparison.cells
     missing = [number for number, cell in enumerate(cells) if cell in wanted and comparison.stored(cell) is None]
@@ -357,7 +349,10 @@ def run_in_parallel(comparison: Comparison, wanted: list[Cell], jobs: int, progr
                     waiting = {pool.submit(_train_in_worker, number) for number in missing}
                 while waiting:
                     finished, waiting = wait(waiting, timeout=PROGRESS_POLL, return_when=FIRST_COMPLETED)
-                    _report_progress(progress_queue, cells, progress)
+                    with suppress(queue.Empty):
+                        while True:
+                            number, steps = progress_queue.get_nowait()
+                            progress(cells[number], steps)
                     for future in finished:
                         future.result()
             except BrokenProcessPool:
@@ -412,17 +407,6 @@ def _train_in_worker(number: int) -> None:
         if failure is None:
             raise
         raise ValueError(failure) from None  # the traceback is lost on its way to the other process
-
-
-def _report_progress(progress_queue: Any, cells: list[Cell], progress: Progress | None) -> None:
-    """Call `progress` with each entry that workers have put into the queue."""
-    while True:
-        try:
-            number, steps = progress_queue.get_nowait()
-        except queue.Empty:
-            return
-        if progress is not None:
-            progress(cells[number], steps)
 
 
 def _end_with_parent() -> None:

@@ -84,19 +84,14 @@ def _over_domains(
     baseline = [0.0 if len(each) == 1 else each[0] for each in accuracies]
     other = [each[-1] for each in accuracies]
     mean, bounds = statistics.fmean(other) - statistics.fmean(baseline), (-100.0 if len(seeds[0]) == 2 else 0.0, 100.0)
-    ends = [_distances([[one[domain] for one in router] for router in zip(*seeds, strict=True)]) for domain in domains]
-    known = [end for end in ends if end is not None]
-    if len(known) < len(ends):
-        return paired(baseline, other, bounds=bounds)
-    below, above = (distance([end[side] for end in known]) for side in (1, 0))  # a low error is a high accuracy
+    ends = []  # how far the interval over examples of each error, or of a difference, reaches below and above its mean
+    for domain in domains:
+        routers = [[scores[domain] for scores in router] for router in zip(*seeds, strict=True)]
+        examples, _ = over_examples(*routers)
+        if examples is None:
+            return paired(baseline, other, bounds=bounds)
+        means = [statistics.fmean(score["figure"] for score in scores) for scores in routers]
+        error = means[-1] - (means[0] if len(means) == 2 else 0.0)
+        ends.append((error - examples[0], examples[1] - error))
+    below, above = (distance([end[side] for end in ends]) for side in (1, 0))  # a low error is a high accuracy
     return paired(baseline, other, examples=(mean - below, mean + above), bounds=bounds)
-
-
-def _distances(routers: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[float, float] | None:
-    """Return how far the interval over examples of an error, or of a difference of two, reaches below and above the mean."""
-    examples, _ = over_examples(*routers)
-    if examples is None:
-        return None
-    means = [statistics.fmean(score["figure"] for score in scores) for scores in routers]
-    mean = means[-1] - (means[0] if len(means) == 2 else 0.0)
-    return mean - examples[0], examples[1] - mean

@@ -47,14 +47,15 @@ def batch_size(side: int, device: torch.device) -> int:
 
 
 @torch.no_grad()
-def logits_of(classify: Classify, pixels: Tensor) -> Tensor:
-    """Return the logits of images on the model's device."""
-    return torch.cat([classify(part) for part in pixels.split(batch_size(pixels.shape[-1], pixels.device))])
+def clean_errors(classify: Classify, pixels: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return which images are classified wrongly, and which have the right class not among the first five."""
+    logits = torch.cat([classify(part) for part in pixels.split(batch_size(pixels.shape[-1], pixels.device))])
+    return ~in_top_k(logits, labels), ~in_top_k(logits, labels, TOP)
 
 
 def wrong_of(classify: Classify, pixels: Tensor, labels: Tensor) -> Tensor:
     """Return (B,) bool on the CPU: which of these images are classified wrongly."""
-    return ~in_top_k(logits_of(classify, pixels), labels).cpu()
+    return clean_errors(classify, pixels, labels)[0].cpu()
 
 
 def error_of(wrong: Tensor) -> float:
@@ -106,13 +107,6 @@ def curve_of(
         return attack_curve(lambda at: attack_pixels(attack, classify, pixels, labels, budget=at, **given), budgets)
 
 
-def clean_errors(classify: Classify, pixels: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return which images are wrong without an attack, and which have the right class not among the first five."""
-    logits = logits_of(classify, pixels)
-    one, five = (~in_top_k(logits, labels, top) for top in (1, TOP))
-    return one, five
-
-
 def described_curve(points: Curve, clean: tuple[Tensor, Tensor]) -> dict[str, Any]:
     """Return a curve as JSON: for each budget, from 0 on, the error, the top-5 error and the largest change made."""
     rows = [(point.budget, point.success, point.beyond(TOP), point.realised) for point in points]
@@ -133,7 +127,7 @@ def attack_all(
     """
     main_name, options = attack_name(attack), attack_options(attack)
     kinds = NAMES if attack.name in (None, *NAMES) else {**NAMES, main_name: main_name}
-    results, curves, main = {}, {}, None
+    results, curves = {}, {}
     for kind, name in kinds.items():
         count = (attack.spsa_examples or attack.examples) if name == "SPSA" else attack.examples
         images = few(count)
@@ -144,7 +138,6 @@ def attack_all(
             curves[name] = described_curve(points, clean_errors(classify, *images))
         if name == main_name:
             main = point
-    assert main is not None
     return results, curves, main
 
 
@@ -170,30 +163,38 @@ class Corrupted:
                 self._kept[name, severity] = found
         return found
 
-    def wrong(self, classify: Classify, labels: Tensor, severity: int) -> dict[str, Tensor]:
-        """Return which images are wrong under each corruption of one severity; `labels` are on the model's device."""
-        return {
-            name: wrong_of(classify, self.images(name, severity).to(labels.device), labels) for name in made_corruptions()
-        }
+    def errors(
+        self, classify: Classify, labels: Tensor, severities: Iterable[int]
+    ) -> tuple[dict[int, dict[str, float]], Tensor]:
+        """Return the error by severity and corruption, and the share of corruptions under which each image is wrong.
 
-    def errors(self, classify: Classify, labels: Tensor, severity: int) -> dict[str, float]:
-        """Return the error under each corruption of one severity."""
-        return {name: error_of(wrong) for name, wrong in self.wrong(classify, labels, severity).items()}
+        `labels` are on the model's device.
+        """
+        wrong = {
+            severity: {
+                name: wrong_of(classify, self.images(name, severity).to(labels.device), labels)
+                for name in made_corruptions()
+            }
+            for severity in sorted(set(severities))
+        }
+        every = torch.stack([one for each in wrong.values() for one in each.values()]).double().mean(0)
+        return {severity: {name: error_of(one) for name, one in each.items()} for severity, each in wrong.items()}, every
+
+    def clean_error(self, classify: Classify, labels: Tensor) -> float:
+        """Return the error without a corruption."""
+        return error_of(wrong_of(classify, self.pixels.to(labels.device), labels))
 
     def score(self, classify: Classify, labels: Tensor, severities: Sequence[int]) -> dict[str, Any]:
         """Return the mean error over corruptions and severities, and the error by corruption and by severity."""
-        answers = {severity: self.wrong(classify, labels, severity) for severity in sorted(severities)}
-        found = {severity: {name: error_of(wrong) for name, wrong in each.items()} for severity, each in answers.items()}
-        every = torch.stack([wrong for each in answers.values() for wrong in each.values()]).double().mean(0)
-        clean = error_of(wrong_of(classify, self.pixels.to(labels.device), labels))
-        each = {name: _mean(errors[name] for errors in found.values()) for name in made_corruptions()}
-        by_severity = {str(severity): _mean(errors.values()) for severity, errors in found.items()}
+        found, every = self.errors(classify, labels, severities)
+        each = {name: mean(errors[name] for errors in found.values()) for name in made_corruptions()}
+        by_severity = {str(severity): mean(errors.values()) for severity, errors in found.items()}
         severity = {"severity": severities[0]} if len(severities) == 1 else {"severities": by_severity}
-        counted = {"figure": _mean(each.values()), "clean": clean, "examples": len(labels)}
+        counted = {"figure": mean(each.values()), "clean": self.clean_error(classify, labels), "examples": len(labels)}
         return {**counted, **severity, "each": each, "per_example": per_image(every)}
 
 
-def _mean(values: Iterable[float]) -> float:
+def mean(values: Iterable[float]) -> float:
     numbers = list(values)
     return sum(numbers) / len(numbers)
 
@@ -265,14 +266,12 @@ _CARRIED = "What an attack found at a smaller budget counts at larger ones too, 
 def _corruption_table(
     classify: Classify, pixels: Tensor, labels: Tensor, clean: tuple[float, float], severities: Sequence[int], seed: int
 ) -> AttackTable:
-    images = Corrupted(pixels, seed)
-    severities = sorted(set(severities))
-    found = {severity: images.errors(classify, labels, severity) for severity in severities}
+    found, _ = Corrupted(pixels, seed).errors(classify, labels, severities)
+    severities, one = list(found), len(found) == 1
     rows = [["clean", *[clean[0]] * len(severities)]]
-    rows += [[name, *(found[severity][name] for severity in severities)] for name in made_corruptions()]
-    rows.append(["mean of corruptions", *(_mean(errors.values()) for errors in found.values())])
+    rows += [[name, *(errors[name] for errors in found.values())] for name in made_corruptions()]
+    rows.append(["mean of corruptions", *(mean(errors.values()) for errors in found.values())])
     skipped = ", ".join(name for name, corruption in CORRUPTIONS.items() if corruption.files)
-    one = len(severities) == 1
     summary: dict[str, Any] = {"severity": severities[0], "seed": seed, "errors": found[severities[0]]}
     if not one:
         summary = {"severities": severities, "seed": seed, "errors": {str(key): errors for key, errors in found.items()}}

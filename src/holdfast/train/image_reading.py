@@ -69,7 +69,9 @@ def image_reading(folder: Path, model_type: str, size: int) -> ImageReading:
     if not isinstance(values, dict):
         raise ValueError(f"{file} does not describe an image processor.")
     processor = _processor(without_code(values), model_type, file)
-    mean, std, factor = _normalisation(processor)
+    factor = float(getattr(processor, "rescale_factor", 1 / 255)) if getattr(processor, "do_rescale", True) else 1.0
+    is_normalised = getattr(processor, "do_normalize", True)
+    mean, std = (processor.image_mean, processor.image_std) if is_normalised else ([0.0], [1.0])
     try:
         scaling = PixelScaling.from_lists([one / (255 * factor) for one in mean], [one / (255 * factor) for one in std])
     except (TypeError, ValueError, ZeroDivisionError) as problem:
@@ -124,14 +126,6 @@ def _processor(values: dict[str, Any], model_type: str, file: Path) -> Any:
             raise ValueError(f"{file}: transformers has no image processor {kind!r} that can be used here.") from None
         finally:
             logger.setLevel(level)
-
-
-def _normalisation(processor: Any) -> tuple[list[float], list[float], float]:
-    """Return mean and standard deviation of each channel, and the factor that bytes are multiplied by before."""
-    factor = float(getattr(processor, "rescale_factor", 1 / 255)) if getattr(processor, "do_rescale", True) else 1.0
-    if not getattr(processor, "do_normalize", True):
-        return [0.0], [1.0], factor
-    return list(processor.image_mean), list(processor.image_std), factor
 
 
 def _check(processor: Any, prepare: Prepare, scaling: PixelScaling, size: int, file: Path) -> None:
@@ -201,8 +195,16 @@ def require_patches(config: Any, images: Images, *, is_new: bool) -> None:
             f"set model.config.patch_size to one of {divisors}"
             f"{f', or data.size to a multiple of {patch}' if can_be_scaled else ''}."
         )
-    if is_new:
-        _require_windows(config, pixels)
+    if is_new and config.model_type == "swin":
+        across = -(-pixels // patch)
+        for stage in range(len(config.depths)):
+            if across < config.window_size:  # transformers' model cannot run
+                raise ValueError(
+                    f"stage {stage + 1} of this Swin has {across} x {across} patches for images of {pixels} pixels per "
+                    f"side, fewer than its window of {config.window_size}; set model.config.window_size to {across}, or "
+                    "model.config.patch_size to less, or data.size to more."
+                )
+            across = -(-across // 2)  # a stage merges 2 x 2 patches
     if count > MOST_PATCHES and not has_windows(config):
         side, most = side_on_disk(images), patch * math.isqrt(MOST_PATCHES)
         found = f"; these images have about {side} pixels per side" if side is not None else ""
@@ -211,21 +213,6 @@ def require_patches(config: Any, images: Images, *, is_new: bool) -> None:
             f"images of {pixels} pixels per side have {count:,} patches of {patch}, more than {MOST_PATCHES:,}{found}: "
             f"set data.size to {smaller}, or model.config.patch_size to more."
         )
-
-
-def _require_windows(config: Any, pixels: int) -> None:
-    """Raise ValueError if a stage of Swin has fewer patches per side than a window, which transformers' model cannot run."""
-    if config.model_type != "swin":
-        return
-    side = -(-pixels // config.patch_size)
-    for stage in range(len(config.depths)):
-        if side < config.window_size:
-            raise ValueError(
-                f"stage {stage + 1} of this Swin has {side} x {side} patches for images of {pixels} pixels per side, fewer "
-                f"than its window of {config.window_size}; set model.config.window_size to {side}, or "
-                "model.config.patch_size to less, or data.size to more."
-            )
-        side = -(-side // 2)  # a stage merges 2 x 2 patches
 
 
 def size_line(config: Any) -> str | None:

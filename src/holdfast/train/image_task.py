@@ -16,11 +16,12 @@ the accuracy that `domain_summary` compares.
 
 import base64
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, final
+from typing import Any, ClassVar, Self, final
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ from holdfast.data.shifted_images import UnsplitImages
 from holdfast.hub import trace
 from holdfast.metrics import ChosenMetrics
 from holdfast.metrics.tasks import in_top_k
-from holdfast.train.augmentation import AugmentedImages
+from holdfast.train.augmentation import AugmentedImages, PlainImages
 from holdfast.train.image_attacks import (
     Classify,
     Corrupted,
@@ -52,6 +53,7 @@ from holdfast.train.start import start_model, start_scaling
 from holdfast.train.task import (
     AttackTable,
     Examples,
+    Fetch,
     HeldOut,
     Inputs,
     Measure,
@@ -64,7 +66,6 @@ from holdfast.train.task import (
 PROBE_IMAGES = 64
 VIEW_IMAGES = 8
 AUDIT_IMAGES, AUDIT_BATCH = 64, 16
-VALIDATION_IMAGES = 2048  # at most
 HELD_OUT = "data.held_out"  # the key of the recipe
 
 
@@ -76,6 +77,7 @@ class ImageTask(Task):
     tested    test images that a trained model is evaluated on, in place of the recipe's source
     """
 
+    validation_images: ClassVar[int] = 2048  # at most
     faster = (
         "To make it shorter, set training.steps, training.batch or data.size to less, or model.config.patch_size to more."
     )
@@ -92,20 +94,17 @@ class ImageTask(Task):
         self.image_set: ImageSet = self._read_images(folder) if tested is None else tested.image_set
         self.outputs = None if tested is None else list(tested.outputs)  # those of the classes; None: all, in order
         self.scaling = start_scaling(recipe.model) if scaling is None else scaling
-        self.shifts = self._shifted_tests(recipe.data.shifts) if recipe.data.shifts else None
+        self.corrupted_count = recipe.attack.corrupted_examples or recipe.attack.examples
         self._corrupted_images: tuple[Images, Corrupted] | None = None  # and the test images that they are made of
-
-    def _shifted_tests(self, written: list[str]) -> ShiftedTests:
-        test, made = self.image_set.images("test"), self.recipe.attack.corrupted_examples or self.recipe.attack.examples
-        how: dict[str, Any] = {"clean": CleanImages(test, test.labels), "made": evenly_spaced(len(test), made)}
-        return ShiftedTests(recognise_all(written), self.image_set.classes, test.shape, **how)
+        self.shifts: ShiftedTests | None = None
+        if recipe.data.shifts:
+            test = self.image_set.images("test")
+            found, made = recognise_all(recipe.data.shifts), evenly_spaced(len(test), self.corrupted_count)
+            clean = CleanImages(test, test.labels)
+            self.shifts = ShiftedTests(found, self.image_set.classes, test.shape, clean=clean, made=made)
 
     def _read_images(self, folder: Path | None) -> ImageSet:
         return image_set(self.recipe.data.source, folder=folder, size=self.recipe.data.size)
-
-    @property
-    def _most_validation_images(self) -> int:
-        return VALIDATION_IMAGES
 
     def _order(self, size: int, seed: int) -> ExampleOrder:
         """Return the order of the training images in batches of this size."""
@@ -159,24 +158,20 @@ class ImageTask(Task):
         images, training = self.image_set.images("train"), self.recipe.training
         order = self._order(training.batch * training.accumulate, seed)
 
-        def fetch_on(device: torch.device) -> Callable[[Tensor], Inputs]:
-            return partial(_inputs, images.on(device), self.scaling)
-
-        augment, augmented = training.augment, None
-        if augment.in_use:
-            augmented = AugmentedImages(images, self.scaling, augment, batch=training.batch, seed=seed)
-        fetch, steps = partial(_inputs, images, self.scaling), training.step_count(len(images))
-        return Examples(order, fetch, steps, fetch_on=fetch_on, fetch_at=augmented)
+        fetch: Fetch = PlainImages(images, self.scaling)
+        if training.augment.in_use:
+            fetch = AugmentedImages(images, self.scaling, training.augment, batch=training.batch, seed=seed)
+        return Examples(order, fetch, training.step_count(len(images)))
 
     def validation(self) -> Dataset[Inputs]:
         images = self.image_set.images("valid")
-        numbers = evenly_spaced(len(images), self._most_validation_images)
-        return HeldOut(numbers, partial(_inputs, images, self.scaling))
+        numbers = evenly_spaced(len(images), self.validation_images)
+        return HeldOut(numbers, PlainImages(images, self.scaling).inputs)
 
     @torch.no_grad()
     def held_out_figure(self, model: Any) -> float:
         images, classify = self.image_set.images("valid"), self.classifier(model)
-        numbers = evenly_spaced(len(images), self._most_validation_images)
+        numbers = evenly_spaced(len(images), self.validation_images)
         batches = image_batches(images, numbers, batch_size(images.shape[-1], model.device))
         wrong = [~in_top_k(classify(pixels.to(model.device)).cpu(), labels) for pixels, labels in batches]
         return error_of(torch.cat(wrong))
@@ -186,25 +181,24 @@ class ImageTask(Task):
         return classifier(model, self.scaling, self.outputs)
 
     def score(self, model: Any) -> dict[str, Any]:
+        part, classify, few = self.recipe.attack, self.classifier(model), partial(self.test_images, device=model.device)
+        test = self.image_set.images("test")
         with evaluating(model, routing=False):
-            return self._score(model)
-
-    def _score(self, model: Any) -> dict[str, Any]:
-        clean, part, classify = self._clean(model), self.recipe.attack, self.classifier(model)
-
-        def few(count: int) -> tuple[Tensor, Tensor]:
-            return self.test_images(count, model.device)
-
-        results, curves, main = attack_all(classify, few, part)
-        labels = few(part.corrupted_examples or part.examples)[1]
-        results["corruptions"] = self._corrupted().score(classify, labels, part.severities)
-        pixels, right = few(len(main.inputs))
-        attacked = {**results[attack_name(part)], **self._forward_attacked(model, main.inputs, right)}
-        if self.recipe.metrics:
-            attacked["clean_metrics"] = self._forward_attacked(model, pixels, right)["metrics"]
-        further = {"curves": curves} if curves else {}
-        if self.shifts is not None:
-            further["shifts"] = self.shifts.score(classify, model.device)
+            clean = self._clean(model)
+            results, curves, main = attack_all(classify, few, part)
+            # Corrupted images are the same for all models; a copy of this task may hold out another domain.
+            if self._corrupted_images is None or self._corrupted_images[0] is not test:
+                pixels, _ = self.test_images(self.corrupted_count, torch.device("cpu"))
+                self._corrupted_images = test, Corrupted(pixels)
+            labels = few(self.corrupted_count)[1]
+            results["corruptions"] = self._corrupted_images[1].score(classify, labels, part.severities)
+            pixels, right = few(len(main.inputs))
+            attacked = {**results[attack_name(part)], **self._forward_attacked(model, main.inputs, right)}
+            if self.recipe.metrics:
+                attacked["clean_metrics"] = self._forward_attacked(model, pixels, right)["metrics"]
+            further = {"curves": curves} if curves else {}
+            if self.shifts is not None:
+                further["shifts"] = self.shifts.score(classify, model.device)
         return {"clean": clean, "attacked": attacked, "trials": results, **further}
 
     def audit_inputs(self, tokens: int) -> Iterator[Inputs]:
@@ -224,7 +218,11 @@ class ImageTask(Task):
         pixels = images.pixels(numbers)
         with torch.no_grad(), trace(model) as routes:
             predicted = model(pixel_values=self.scaling(pixels).to(model.device)).logits.argmax(-1).cpu()
-        layers = [_on_grid(experts.view(len(numbers), -1)) for experts in first_experts(routes)]
+        layers = []
+        for experts in first_experts(routes):
+            tokens = experts.view(len(numbers), -1)
+            side = int(tokens.shape[1] ** 0.5)  # without the tokens before the patches, such as a class token
+            layers.append(tokens[:, tokens.shape[1] - side * side :].view(-1, side, side))
         side = max(layer.shape[-1] for layer in layers)
         # Later layers of Swin have larger patches.
         layers = [torch.nn.functional.interpolate(layer[:, None].float(), side)[:, 0].long() for layer in layers]
@@ -250,14 +248,6 @@ class ImageTask(Task):
         images = self.image_set.images("test")
         some = evenly_spaced(len(images), count)
         return images.pixels(some).to(device), images.labels[some].to(device)
-
-    def _corrupted(self) -> Corrupted:
-        """Return the corrupted test images; models that are scored later use the same ones."""
-        test = self.image_set.images("test")
-        if self._corrupted_images is None or self._corrupted_images[0] is not test:  # a copy may hold out another domain
-            count = self.recipe.attack.corrupted_examples or self.recipe.attack.examples
-            self._corrupted_images = test, Corrupted(self.test_images(count, torch.device("cpu"))[0])
-        return self._corrupted_images[1]
 
     @torch.no_grad()
     def _clean(self, model: Any) -> dict[str, Any]:
@@ -290,6 +280,7 @@ class DomainTask(ImageTask):
 
     domain_set: DomainSet
     split_seed: int = 0
+    validation_images = sys.maxsize  # all of them, as DomainBed does
 
     def _read_images(self, folder: Path | None) -> ImageSet:
         self.domain_set = domain_set(self.recipe.data.source, size=self.recipe.data.size)
@@ -333,26 +324,19 @@ class DomainTask(ImageTask):
 
     def examples(self, seed: int) -> Examples:
         """Return the training examples. All domains are read first: an unreadable image is found before training."""
-        self._require_equal_shares()
-        self.domain_set.read()
-        return super().examples(seed)
-
-    @property
-    def _most_validation_images(self) -> int:
-        return len(self.image_set.images("valid"))
-
-    def _order(self, size: int, seed: int) -> ExampleOrder:
-        assert self.recipe.data.held_out is not None
-        # The split that the images have, whatever seed orders them.
-        return self.domain_set.order(self.recipe.data.held_out, size, seed, split_seed=self.split_seed)
-
-    def _require_equal_shares(self) -> None:
         batch, domains = self.recipe.training.batch, len(self.domain_set.domains) - 1
         if batch % domains:
             raise ValueError(
                 f"training.batch is {batch}; a batch has as many images of each of the {domains} training domains: use a "
                 f"multiple of {domains}."
             )
+        self.domain_set.read()
+        return super().examples(seed)
+
+    def _order(self, size: int, seed: int) -> ExampleOrder:
+        assert self.recipe.data.held_out is not None
+        # The split that the images have, whatever seed orders them.
+        return self.domain_set.order(self.recipe.data.held_out, size, seed, split_seed=self.split_seed)
 
 
 def evenly_spaced(count: int, wanted: int) -> list[int]:
@@ -366,16 +350,6 @@ def image_batches(images: Images, numbers: Sequence[int], size: int) -> Iterator
     for start in range(0, len(numbers), size):
         some = list(numbers[start : start + size])
         yield images.pixels(some), images.labels[some]
-
-
-def _inputs(images: Images, scaling: PixelScaling, numbers: Tensor) -> Inputs:
-    return {"pixel_values": scaling(images.pixels(numbers)), "labels": images.labels_of(numbers)}
-
-
-def _on_grid(experts: Tensor) -> Tensor:
-    """Return (B,N) as (B,side,side), without the tokens before the patches, such as a class token."""
-    side = int(experts.shape[1] ** 0.5)
-    return experts[:, experts.shape[1] - side * side :].view(-1, side, side)
 
 
 def attack_images(

@@ -67,7 +67,9 @@ class LabelTask(TextsTask):
     ) -> None:
         self.recipe = recipe
         part = recipe.data
-        wanted = None if part.metric is None else _known_metric(part.metric).numbers or None
+        if part.metric is not None and part.metric not in LABEL_METRICS:
+            raise ValueError(f"data.metric: {unknown_name('metric of labels', part.metric, LABEL_METRICS)}")
+        wanted = None if part.metric is None else LABEL_METRICS[part.metric].numbers or None
         self.text_set: TextSet = text_set(
             part.source,
             folder=folder,
@@ -78,9 +80,22 @@ class LabelTask(TextsTask):
             classes=classes,
             test_only=test_only,
         )
-        self.metric: str = _fitting_metric(part.metric or self.text_set.metric, self.text_set)
+        self.metric: str = part.metric or self.text_set.metric
+        metric, classes, name = LABEL_METRICS[self.metric], self.text_set.classes, self.text_set.name
+        if metric.numbers != self.text_set.is_regression:
+            kind = "numbers to predict" if self.text_set.is_regression else "classes"
+            raise ValueError(f"data.metric is {self.metric}, and the labels of {name} are {kind}; choose another metric.")
+        if metric.two_classes and len(classes) != 2:
+            raise ValueError(f"data.metric is {self.metric}, which is for two classes, and {name} has {len(classes)}.")
         self._require_metrics_of_labels()
-        self.tokenizer: Tokenizer = known or self._tokenizer(self._training_texts)
+
+        def training_texts() -> Corpus:
+            counts_words = (part.tokens or "words") in WORD_SPLITTERS
+            texts = flat_texts(self.text_set.texts("train")) if counts_words else []
+            documents = [Document("text", text.encode("utf-8", "replace")) for text in texts]
+            return Corpus(self.text_set.name, self.text_set.about, {"train": documents})
+
+        self.tokenizer: Tokenizer = known or self._tokenizer(training_texts)
         pad = padding_token(self.tokenizer)
         self.encoder = PairEncoder(self.tokenizer, part.length, pad=pad, types=self._reads_token_types())
         of_transformers = self.preprocessor()
@@ -92,13 +107,6 @@ class LabelTask(TextsTask):
         if self.recipe.metrics and self.text_set.is_regression:
             named = ", ".join(self.recipe.metrics)
             raise ValueError(f"metrics: {named} is of classes, and the labels of {self.text_set.name} are numbers.")
-
-    def _training_texts(self) -> Corpus:
-        counts_words = (self.recipe.data.tokens or "words") in WORD_SPLITTERS
-        rows = self.text_set.texts("train") if counts_words else ()
-        texts = [text for row in rows for text in (row.text, row.pair) if text is not None]
-        documents = [Document("text", text.encode("utf-8", "replace")) for text in texts]
-        return Corpus(self.text_set.name, self.text_set.about, {"train": documents})
 
     def _reads_token_types(self) -> bool:
         """Return whether pairs are marked by token types: their tokeniser makes them, and the model has weights for them."""
@@ -180,8 +188,8 @@ class LabelTask(TextsTask):
     def examples(self, seed: int) -> Examples:
         training, labels = self.recipe.training, self.labels("train")
         order = Order(len(labels), training.batch * training.accumulate, seed)
-        fetch = partial(self._inputs, self.training, labels)
-        return Examples(order, fetch, training.step_count(len(labels)))
+        steps = training.step_count(len(labels))
+        return Examples(order, lambda order, places: self._inputs(self.training, labels, order.at(places)), steps)
 
     def validation(self) -> Dataset[Inputs]:
         rows = self.text_set.texts("valid")[:VALIDATION_TEXTS]
@@ -331,37 +339,15 @@ def predict(
     """
     order = encoded.lengths.argsort(descending=True, stable=True)
     budget = tokens_per_batch(model)
-    found: Tensor | None = None
-    start = 0
+    found, start = list[Tensor](), 0
     with evaluating(model, routing=routing) as measured:
         while start < len(encoded):
             count = max(1, budget // int(encoded.lengths[order[start]]))
             numbers = order[start : start + count]
             logits = forward(model, encoded.batch(numbers)).logits.float().cpu()
             best = torch.where(logits.isnan().any(1), logits.shape[1], logits.argmax(1))
-            if logits.shape[1] == 1:
-                best = logits[:, 0]
-            found = best.new_empty(len(encoded)) if found is None else found
-            found[numbers] = best
+            found.append(logits[:, 0] if logits.shape[1] == 1 else best)
             if metrics and labels is not None:
                 metrics.update(logits, labels[numbers])
             start += count
-    assert found is not None
-    return found.numpy(), measured
-
-
-def _known_metric(name: str) -> Any:
-    if name not in LABEL_METRICS:
-        raise ValueError(f"data.metric: {unknown_name('metric of labels', name, LABEL_METRICS)}")
-    return LABEL_METRICS[name]
-
-
-def _fitting_metric(name: str, texts: TextSet) -> str:
-    """Return the name of a metric; raise ValueError if it does not fit the labels."""
-    metric = _known_metric(name)
-    if metric.numbers != texts.is_regression:
-        kind = "numbers to predict" if texts.is_regression else "classes"
-        raise ValueError(f"data.metric is {name}, and the labels of {texts.name} are {kind}; choose another metric.")
-    if metric.two_classes and len(texts.classes) != 2:
-        raise ValueError(f"data.metric is {name}, which is for two classes, and {texts.name} has {len(texts.classes)}.")
-    return name
+    return torch.cat(found)[order.argsort()].numpy(), measured

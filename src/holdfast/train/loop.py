@@ -58,77 +58,61 @@ Guard = Callable[[], None]  # called before every write; raises if the folder no
 logger = logging.getLogger("holdfast")
 
 
-def train_in_loop(
-    model: Any, task: Task, folder: Path, *, seed: int, k: int | Sequence[int], tick: Tick, guard: Guard
-) -> Log:
-    """Train `model` in place and return the log; the arguments are those of `training.train`."""
-    training = task.recipe.training
-    require_no_links_inside(folder, folder)
-    transformers.set_seed(seed)
-    model.to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    model.config.use_cache = False
-    optimizer = adamw(model, training)
-    steps = task.steps
-    checkpoint = resume_point(folder, steps, LOOP_FILES)
-    state = TrainingState() if checkpoint is None else read_checkpoint(checkpoint, model, optimizer)
-    schedule = training.learning_rates(steps)
-    step = TrainingStep(model, optimizer, schedule, training.accumulate, training.clip, training.precision)
-    step.done = state.global_step
-    if hooks_of(model) is not None:
-        router_loss_scale(model, 1 / training.accumulate)
-    loop = TrainingLoop(step, task, folder, state, k=k, tick=tick, guard=guard)
-    batches = _batches(task.examples(seed), training, steps, model.device, state.global_step)
-    if checkpoint is not None:
-        restore_random(checkpoint)  # after the data loader has drawn its seed
-    with soft_labels(model, training.label_smoothing):
-        loop.run(batches)
-    best = state.best_global_step if training.keep == "best" else None
-    if best is not None:
-        with reading_checkpoint(folder / f"checkpoint-{best}"):
-            load_weights(folder / f"checkpoint-{best}", model)
-    guard()
-    delete_old_checkpoints(folder, steps, 1 if best is None else 0, best)
-    return state.log
-
-
 @final
 class TrainingLoop:
-    """The steps of a run, with what happens after each of them: log, snapshot, progress, evaluation, checkpoint."""
+    """A run, with what happens after each step: log, snapshot, progress, evaluation, checkpoint.
+
+    The arguments are those of `training.train`.
+    """
 
     def __init__(
-        self,
-        step: TrainingStep,
-        task: Task,
-        folder: Path,
-        state: TrainingState,
-        *,
-        k: int | Sequence[int],
-        tick: Tick,
-        guard: Guard,
+        self, model: Any, task: Task, folder: Path, *, seed: int, k: int | Sequence[int], tick: Tick, guard: Guard
     ) -> None:
-        self.step: Step = CapturedStep(step) if step.on_gpu else step
-        self.training_step = step
-        self.model, self.optimizer, self.counts_labels = step.model, step.optimizer, step.counts_labels
-        self.folder, self.state = folder, state
-        self.k, self.guard, self.tick = k, guard, tick
-        self.task, self.training, self.steps = task, task.recipe.training, task.steps
+        self.model, self.task, self.folder, self.k, self.tick, self.guard = model, task, folder, k, tick, guard
+        self.training, self.steps = task.recipe.training, task.steps
+        require_no_links_inside(folder, folder)
+        transformers.set_seed(seed)
+        model.to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        model.config.use_cache = False
+        self.optimizer = adamw(model, self.training)
+        checkpoint = resume_point(folder, self.steps, LOOP_FILES)
+        self.state = TrainingState() if checkpoint is None else read_checkpoint(checkpoint, model, self.optimizer)
+        self.training_step = TrainingStep(model, self.optimizer, self.training, self.steps)
+        self.training_step.done = self.state.global_step
+        self.step: Step = CapturedStep(self.training_step) if self.training_step.on_gpu else self.training_step
+        if hooks_of(model) is not None:
+            router_loss_scale(model, 1 / self.training.accumulate)
         self.probe = task.probe()
         self.held_out = task.validation() if self.training.needs_validation else None
         self.due = set(snapshot_steps(self.steps))
-        self.routers = [module for module in self.model.modules() if isinstance(module, Router)]
-        self.log = StepLog(folder / LOG, state.log, guard)
+        self.routers = [module for module in model.modules() if isinstance(module, Router)]
+        self.log = StepLog(folder / LOG, self.state.log, guard)
+        self.batches = _batches(task.examples(seed), self.training, self.steps, model.device, self.state.global_step)
+        if checkpoint is not None:
+            restore_random(checkpoint)  # after the data loader has drawn its seed
 
-    def run(self, batches: Iterator[list[Inputs]]) -> None:
-        """Run all steps that are not finished. `batches` yields the micro-batches of one step at a time."""
+    def run(self) -> Log:
+        """Train the model in place by all steps that are not finished, and return the log."""
+        with soft_labels(self.model, self.training.label_smoothing):
+            self._run_steps()
+        best = self.state.best_global_step if self.training.keep == "best" else None
+        if best is not None:
+            with reading_checkpoint(self.folder / f"checkpoint-{best}"):
+                load_weights(self.folder / f"checkpoint-{best}", self.model)
+        self.guard()
+        delete_old_checkpoints(self.folder, self.steps, 1 if best is None else 0, best)
+        return self.state.log
+
+    def _run_steps(self) -> None:
         self.log.rewrite()
         self.model.train()  # also if it is in training mode: parts set themselves up for the state that was loaded
-        inputs = next(batches, None)
-        if inputs is not None:
-            self._compile(inputs)
+        inputs = next(self.batches, None)
+        if inputs is not None and self.state.compiles(self.training.compile) and isinstance(self.step, CapturedStep):
+            self.step.compile(inputs)
         self.tick(self.state.global_step)  # after compilation, which must not count as a slow first step
         try:
             while inputs is not None:
-                inputs = self._run_step(inputs, batches)
+                inputs = self._run_step(inputs)
             self.log.flush()
             require_finite_so_far()
         except BaseException:
@@ -136,14 +120,7 @@ class TrainingLoop:
                 self.log.flush()
             raise
 
-    def _compile(self, inputs: list[Inputs]) -> None:
-        """On a GPU, compile the step if the recipe asks for it; a resumed run does what the run before it did."""
-        first = self.state.global_step == 0
-        wanted = self.training.compile if first else self.state.compiled
-        if wanted and isinstance(self.step, CapturedStep):
-            self.step.compile(inputs)
-
-    def _run_step(self, inputs: list[Inputs], batches: Iterator[list[Inputs]]) -> list[Inputs] | None:
+    def _run_step(self, inputs: list[Inputs]) -> list[Inputs] | None:
         """Run one step and what follows it; return the inputs of the next step, which are copied while the GPU works."""
         if not self.model.training:
             self.model.train()
@@ -152,7 +129,7 @@ class TrainingLoop:
         record = self.step(inputs)
         self.state.global_step += 1
         self.log.add(self.state.global_step, record)
-        following = next(batches, None)
+        following = next(self.batches, None)
         if self.state.global_step in self.due:
             self.log.flush()
             self.guard()
@@ -177,7 +154,8 @@ class TrainingLoop:
         self.log.flush()
         require_finite_so_far()
         with torch.random.fork_rng(devices=[]):  # the data loader draws a number: training must not depend on it
-            loss = held_out_loss(self.model, self.held_out, self.training.batch, counts_labels=self.counts_labels)
+            counts = self.training_step.counts_labels
+            loss = held_out_loss(self.model, self.held_out, self.training.batch, counts_labels=counts)
             figure = self.task.held_out_figure(self.model)
         line = {"step": self.state.global_step, "eval_loss": loss}
         self.log.add_line(line if figure is None else {**line, "eval_figure": figure})

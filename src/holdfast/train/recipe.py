@@ -8,7 +8,7 @@ A router choice is one router of a comparison, written as in `smoe,similarity[ca
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from importlib import resources
 from operator import attrgetter
@@ -19,7 +19,6 @@ from holdfast.attacks import find_attack
 from holdfast.checked import Limits, from_mapping
 from holdfast.errors import require_extra, unknown_name
 from holdfast.files import MIB, depth_exceeds, read_text
-from holdfast.layers.losses import Losses
 from holdfast.metrics import ChosenMetrics
 from holdfast.model_size import require_sane_numbers
 from holdfast.plugins import plugins_of
@@ -27,6 +26,7 @@ from holdfast.routing.grammar import split_routers
 from holdfast.routing.layer_names import has_layers, preset_names, resolve_layers, written_name
 from holdfast.train.augmentation import AugmentPart
 
+RECIPES = resources.files("holdfast.train") / "recipes"
 LONGEST_TOKEN = 100  # most letters of the word that an attack swaps in
 IMAGES = ("images", "domains")  # tasks
 OF_TASKS = {  # keys that are for some tasks only: the tasks, and what these are about
@@ -190,11 +190,6 @@ class TrainingPart:
 
         return factor
 
-    def learning_rates(self, steps: int) -> Schedule:
-        """Return the function from the number of finished steps to the learning rate of the next step."""
-        factor = self.rate_factor(steps)
-        return lambda done: self.learning_rate * factor(done)
-
     def saves(self, step: int, steps: int) -> bool:
         """Return whether a checkpoint is written after this step."""
         return step % self.save_every == 0 or step == steps
@@ -267,10 +262,6 @@ class Recipe:
         ChosenMetrics(self.metrics)  # raises if a name is unknown
         require_sane_numbers({**self.model.config, "sparse.experts": self.sparse.experts}, "model.config")
 
-    def router_losses(self) -> Losses:
-        """Return the losses that routers add in training."""
-        return Losses(**asdict(self.losses))
-
     def describe(self) -> dict[str, Any]:
         """Return the values as they would be written to YAML."""
         return asdict(self)
@@ -290,7 +281,7 @@ def load_recipe(name: str, changes: Mapping[str, Any] | None = None) -> Recipe:
     """Return a shipped recipe by its name, or the one in a .yaml file, with `changes` such as {"training.steps": 50}."""
     path = Path(name)
     if name in _names():
-        text = _shipped(name)
+        text = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8")
     elif path.suffix in (".yaml", ".yml"):
         try:
             text = read_text(path, limit=MIB)
@@ -298,7 +289,12 @@ def load_recipe(name: str, changes: Mapping[str, Any] | None = None) -> Recipe:
             raise ValueError(f"there is no recipe {path}.") from None
     else:
         raise ValueError(f"{unknown_name('recipe', name, _names())} The path of a .yaml file works too.")
-    return _parse(text, name, changes or {})
+    values = _changed(from_yaml(text, name), changes or {})
+    try:
+        recipe: Recipe = from_mapping(Recipe, values)
+    except ValueError as mistake:
+        raise ValueError(f"recipe {name}: {mistake}") from None
+    return recipe
 
 
 def change_recipe(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
@@ -307,28 +303,32 @@ def change_recipe(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
     return changed
 
 
+def parse_pairs(pairs: Iterable[str], example: str, form: str = "{}") -> dict[str, Any]:
+    """Return `training.steps=50` and the like as keys and values; values are read as YAML. An error shows the `example`.
+
+    form    what is put around a value before it is read
+    """
+    import yaml
+
+    found = {}
+    for pair in pairs:
+        key, sign, value = pair.partition("=")
+        if not sign or not key.strip() or not (value.strip() or form == "{}"):
+            raise ValueError(f"{pair!r} sets no value; write for example {example}.")
+        try:
+            found[key.strip()] = yaml.safe_load(form.format(value))
+        except yaml.YAMLError:
+            raise ValueError(
+                f"{value!r}, the value of {key}, is not YAML in UTF-8; put a text with brackets into quotes."
+            ) from None
+    return found
+
+
 def _names() -> list[str]:
-    files = (resources.files("holdfast.train") / "recipes").iterdir()
-    return sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml"))
+    return sorted(file.name.removesuffix(".yaml") for file in RECIPES.iterdir() if file.name.endswith(".yaml"))
 
 
-def _shipped(name: str) -> str:
-    return (resources.files("holdfast.train") / "recipes" / f"{name}.yaml").read_text(encoding="utf-8")
-
-
-def _parse(text: str, name: str, changes: Mapping[str, Any]) -> Recipe:
-    values = from_yaml(text, name)
-    if not isinstance(values, dict):
-        raise ValueError(f"recipe {name} is not a mapping of keys to values.")
-    values = _changed(values, changes)
-    try:
-        recipe: Recipe = from_mapping(Recipe, values)
-    except ValueError as mistake:
-        raise ValueError(f"recipe {name}: {mistake}") from None
-    return recipe
-
-
-def from_yaml(text: str, name: str) -> Any:
+def from_yaml(text: str, name: str) -> dict[str, Any]:
     """Return the values of a YAML text. Aliases raise ValueError: a few of them can expand to more than fits in memory."""
     require_extra("reading a recipe", "yaml")
     import yaml
@@ -342,12 +342,15 @@ def from_yaml(text: str, name: str) -> Any:
 
     try:
         values = yaml.load(text, LoaderWithoutAliases)  # safe: derived from SafeLoader
+        is_too_deep = depth_exceeds(values, 16)
     except RecursionError:
-        raise ValueError(f"recipe {name} is nested too deeply.") from None
+        is_too_deep = True
     except (yaml.YAMLError, ValueError) as problem:
         raise ValueError(f"recipe {name} is not valid YAML for a recipe: {' '.join(str(problem).split())}.") from None
-    if depth_exceeds(values, 16):
+    if is_too_deep:
         raise ValueError(f"recipe {name} is nested too deeply.")
+    if not isinstance(values, dict):
+        raise ValueError(f"recipe {name} is not a mapping of keys to values.")
     return values
 
 

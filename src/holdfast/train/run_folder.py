@@ -100,22 +100,20 @@ def _checksum(content: dict[str, Any]) -> str:
 def require_own(folder: Path, identity: dict[str, Any]) -> None:
     """Raise ValueError if the folder has something of another run that is worth keeping, or something that is not a run."""
     replaceable = is_only_begun(folder)  # before `agrees`: another process of this run may replace the old one meanwhile
-    if not agrees(folder / RUN_FILE, identity) and not (replaceable and _is_of_holdfast(folder)):
+    is_other = not agrees(folder / RUN_FILE, identity)
+    if is_other and replaceable:  # if Holdfast wrote it: other programs use the name run.json too
+        try:
+            stored = read_json(folder / RUN_FILE)
+            is_other = not isinstance(stored, dict) or "holdfast" not in stored
+        except FileNotFoundError:  # another process of this run replaces it
+            is_other = False
+    if is_other:
         raise ValueError(
             f"{folder} belongs to another run ({_difference(folder, identity)}); choose another folder, or remove it."
         )
     is_used = folder.is_file() or (folder.exists() and not all(_is_of_process(path.name) for path in folder.iterdir()))
     if is_used and not (folder / RUN_FILE).exists():
         raise ValueError(f"{folder} is not empty and contains no run; choose another folder.")
-
-
-def _is_of_holdfast(folder: Path) -> bool:
-    """Return whether Holdfast wrote the folder's `run.json`: other programs use this name too."""
-    try:
-        stored = read_json(folder / RUN_FILE)
-    except FileNotFoundError:  # another process of this run replaces it
-        return True
-    return isinstance(stored, dict) and "holdfast" in stored
 
 
 def is_only_begun(folder: Path) -> bool:
@@ -156,18 +154,19 @@ def _difference(folder: Path, identity: dict[str, Any]) -> str:
     stored, mine = read_json(folder / RUN_FILE), json.loads(json.dumps(identity))
     if not isinstance(stored, dict) or stored.keys() - OPTIONAL != mine.keys() - OPTIONAL:
         return "of another command"
-    keys = [key for key in {**mine, **stored} if stored.get(key) != mine.get(key)]
-    return ", ".join(_describe_stored(key, stored.get(key)) for key in keys)
-
-
-def _describe_stored(key: str, value: Any) -> str:
-    if key == "router" and isinstance(value, dict) and "name" in value:
-        return f"router {value['name']}"
-    if key == "plugins":
-        return "other plugins, or another version of one"
-    if key == "sweep":
-        return f"a sweep of {', '.join(map(str, value))}" if isinstance(value, list) else "no sweep"
-    return f"{key} {value}" if key in ("holdfast", "seed") else f"another {key}"
+    words = []
+    for key in {**mine, **stored}:
+        if (value := stored.get(key)) == mine.get(key):
+            continue
+        if key == "router" and isinstance(value, dict) and "name" in value:
+            words.append(f"router {value['name']}")
+        elif key == "plugins":
+            words.append("other plugins, or another version of one")
+        elif key == "sweep":
+            words.append(f"a sweep of {', '.join(map(str, value))}" if isinstance(value, list) else "no sweep")
+        else:
+            words.append(f"{key} {value}" if key in ("holdfast", "seed") else f"another {key}")
+    return ", ".join(words)
 
 
 def claim(folder: Path, identity: dict[str, Any]) -> None:

@@ -66,18 +66,16 @@ class TrainedModel:
         recipe = replace(self.recipe, data=part)
         if recipe.task == "text":
             return TextTask(recipe, data, known=self.record.tokenizer())
-        return self._label_task(recipe, data) if recipe.task == "labels" else self._image_task(recipe, data, class_index)
-
-    def _image_task(self, recipe: Recipe, data: Path | None, class_index: Path | None) -> ImageTask:
-        """Return the task of an image classifier, on its own source or on all images of another folder."""
-        classes, scaling, state = self.classes, scaling_from(self.record.state), self.record.state
-        recipe = replace(recipe, data=replace(recipe.data, shifts=[]))  # what a record names is not read
-        source, tested = recipe.data.source, None
+        if recipe.task == "labels":
+            return self._label_task(recipe, data)
+        classes, scaling, tested = self.classes, scaling_from(self.record.state), None
+        recipe = replace(recipe, data=replace(part, shifts=[]))  # what a record names is not read
         if recipe.task == "domains":
             task: ImageTask = DomainTask(recipe, data, scaling=scaling)
         else:
-            if is_folder(source) and not was_trained_on(source, state, self.recipe.data.source):
-                tested = named_images(self.model, classes, source, index_for(source, class_index))
+            trained_on = self.recipe.data.source
+            if is_folder(part.source) and not was_trained_on(part.source, self.record.state, trained_on):
+                tested = named_images(self.model, classes, part.source, index_for(part.source, class_index))
             task = ImageTask(recipe, data, scaling=scaling, tested=tested)
         if tested is None and list(task.image_set.classes) != classes:
             raise ValueError(f"the classes of {task.image_set.name} are not those that this model was trained on.")
@@ -93,22 +91,19 @@ class TrainedModel:
 
     def _label_task(self, recipe: Recipe, data: Path | None) -> LabelTask:
         """Return the task of a classifier of texts, on its own source or on all rows of another one."""
-        classes, source = self.classes, recipe.data.source
-        if source in text_sets():  # it has columns of its own
-            recipe = replace(recipe, data=replace(recipe.data, text=None, pair=None, label=None))
-        how: dict[str, Any] = {"known": self.record.tokenizer(), "classes": classes}
-        return LabelTask(recipe, data, **how, test_only=not self._was_trained_on(recipe, data, classes))
-
-    def _was_trained_on(self, recipe: Recipe, data: Path | None, classes: list[str]) -> bool:
-        """Return whether these are the texts that the model was trained on: then only their test split may be scored."""
-        part, stored = recipe.data, self.record.state.get("checksum")
-        if part.source in text_sets() or stored is None:
-            return part.source == self.recipe.data.source
-        try:
-            found = text_set(part.source, folder=data, text=part.text, pair=part.pair, label=part.label, classes=classes)
-        except ValueError:  # such as one that cannot be split
-            return False
-        return found.checksum == stored
+        part, classes, stored = recipe.data, self.classes, self.record.state.get("checksum")
+        if part.source in text_sets():  # it has columns of its own
+            part = replace(part, text=None, pair=None, label=None)
+        # Of the texts that the model was trained on, only the test split may be scored.
+        was_trained_on = part.source == self.recipe.data.source
+        if part.source not in text_sets() and stored is not None:
+            columns: dict[str, Any] = {"text": part.text, "pair": part.pair, "label": part.label}
+            try:
+                was_trained_on = text_set(part.source, folder=data, classes=classes, **columns).checksum == stored
+            except ValueError:  # such as one that cannot be split
+                was_trained_on = False
+        how: dict[str, Any] = {"known": self.record.tokenizer(), "classes": classes, "test_only": not was_trained_on}
+        return LabelTask(replace(recipe, data=part), data, **how)
 
 
 def save_trained(model: Any, task: Task, folder: Path) -> None:
@@ -132,10 +127,9 @@ def load_trained(folder: Path, **options: Any) -> TrainedModel:
 
 def load_model(path: str, loading: Mapping[str, Any] | None = None) -> Any:
     """Return a model in evaluation mode, of `holdfast train`, `compare` or Hugging Face, without the data of its task."""
-    if is_trained(Path(path)):
-        return _checked(load(read_record(Path(path)).home / MODEL, **(loading or {})), None)
     _require_model(Path(path))
-    return _checked(load(path, **(loading or {})), None)
+    folder = read_record(Path(path)).home / MODEL if is_trained(Path(path)) else path
+    return _checked(load(folder, **(loading or {})), None)
 
 
 def load_model_and_task(
@@ -174,14 +168,13 @@ def load_model_and_task(
         return trained.model, trained.task(data, source=source, class_index=class_index)
     _require_model(Path(path))
     model = load(path, **options)
-    if is_image_classifier(model):
-        return _checked(model, None), _default_image_task(model, path, source, data, attack or AttackPart(), class_index)
-    return _checked(model, length), _default_task(model, path, source, data, length, attack or AttackPart())
+    _checked(model, None if is_image_classifier(model) else length)
+    return model, _default_task(model, path, source, data, length, attack or AttackPart(), class_index)
 
 
 def _require_model(folder: Path) -> None:
     """Raise ValueError if the folder only contains folders of models; the error names the first of them."""
-    if not folder.is_dir() or (folder / "config.json").exists():
+    if not folder.is_dir() or (folder / "config.json").exists() or is_trained(folder):
         return
     cells = sorted([*folder.glob("cells/*/task.json"), *folder.glob("*/task.json")])
     inside = folder / MODEL if (folder / MODEL / "config.json").is_file() else cells[0].parent if cells else None
@@ -198,10 +191,30 @@ def _checked(model: Any, length: int | None) -> Any:
 
 
 def _default_task(
-    model: Any, path: str, source: str | None, data: Path | None, length: int | None, attack: AttackPart
+    model: Any,
+    path: str,
+    source: str | None,
+    data: Path | None,
+    length: int | None,
+    attack: AttackPart,
+    class_index: Path | None,
 ) -> Task:
-    """Return the task of a model of texts that Holdfast has not trained."""
-    fixed = _fixed(model, path, attack)
+    """Return the task of a model that Holdfast has not trained: all rows of a file, all images of a folder, a named set."""
+    config = model.config
+    fixed: dict[str, Any] = {
+        "about": f"{Path(path).name}, as it is",
+        "attack": attack,
+        "model": ModelPart(family=config.model_type),
+        "sparse": SparsePart(experts=1, k=1),
+        "training": TrainingPart(steps=1, batch=1, learning_rate=0.0),
+    }
+    if is_image_classifier(model):
+        place, tested = source or "digits", None
+        reading = image_reading(local_folder(path), config.model_type, image_size(model))
+        if is_folder(place):
+            tested = named_images(model, classes_of(model), place, index_for(place, class_index), reading.prepare)
+        recipe = Recipe(**fixed, task="images", data=DataPart(source=place))
+        return ImageTask(recipe, data, scaling=reading.scaling, tested=tested)
     is_classifier = "ForSequenceClassification" in type(model).__name__
     if model.get_output_embeddings() is None and not is_classifier:
         raise ValueError(
@@ -217,18 +230,14 @@ def _default_task(
             f"{path} classifies texts; add --source with labelled texts: a .csv, .tsv or .jsonl file, a folder, or one of "
             f"{', '.join(text_sets())} with --data."
         )
-    return _classifier_task(model, path, Recipe(**fixed, task="labels", data=part), data)
-
-
-def _fixed(model: Any, path: str, attack: AttackPart) -> dict[str, Any]:
-    """Return the parts of the recipe of a model that is not trained."""
-    return {
-        "about": f"{Path(path).name}, as it is",
-        "attack": attack,
-        "model": ModelPart(family=model.config.model_type),
-        "sparse": SparsePart(experts=1, k=1),
-        "training": TrainingPart(steps=1, batch=1, learning_rate=0.0),
-    }
+    if config.problem_type == "multi_label_classification":
+        raise ValueError(f"{path} gives a text several labels; only classifiers with one label for each text are supported.")
+    classes = classes_of(model) if config.num_labels > 1 else []
+    task = LabelTask(Recipe(**fixed, task="labels", data=part), data, classes=classes, test_only=True)
+    inner = config.get_text_config()
+    if inner.pad_token_id is None:  # a model that reads from left to right finds the end of a text by it
+        inner.pad_token_id = config.pad_token_id = task.encoder.pad
+    return task
 
 
 def is_image_classifier(model: Any) -> bool:
@@ -238,32 +247,6 @@ def is_image_classifier(model: Any) -> bool:
 def classes_of(model: Any) -> list[str]:
     """Return the names of a model's classes, in the order of its outputs."""
     return [str(model.config.id2label[number]) for number in range(model.config.num_labels)]
-
-
-def _default_image_task(
-    model: Any, path: str, source: str | None, data: Path | None, attack: AttackPart, class_index: Path | None
-) -> ImageTask:
-    """Return the task of an image classifier that Holdfast has not trained, on all images of a folder or on a named set."""
-    where = source or "digits"
-    reading = image_reading(local_folder(path), model.config.model_type, image_size(model))
-    recipe = Recipe(**_fixed(model, path, attack), task="images", data=DataPart(source=where))
-    tested = None
-    if is_folder(where):
-        tested = named_images(model, classes_of(model), where, index_for(where, class_index), reading.prepare)
-    return ImageTask(recipe, data, scaling=reading.scaling, tested=tested)
-
-
-def _classifier_task(model: Any, path: str, recipe: Recipe, data: Path | None) -> LabelTask:
-    """Return the task of a classifier of texts that Holdfast has not trained, on all rows of a file."""
-    config = model.config
-    if config.problem_type == "multi_label_classification":
-        raise ValueError(f"{path} gives a text several labels; only classifiers with one label for each text are supported.")
-    classes = [config.id2label[number] for number in range(config.num_labels)] if config.num_labels > 1 else []
-    task = LabelTask(recipe, data, classes=classes, test_only=True)
-    inner = config.get_text_config()
-    if inner.pad_token_id is None:  # a model that reads from left to right finds the end of a text by it
-        inner.pad_token_id = config.pad_token_id = task.encoder.pad
-    return task
 
 
 @final

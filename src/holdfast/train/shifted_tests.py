@@ -13,8 +13,8 @@ If a folder has only some of the model's classes, only their logits are compared
 import math
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
@@ -22,7 +22,6 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from holdfast.attacks import corrupt
 from holdfast.data import Images
 from holdfast.data.images import Prepare
 from holdfast.data.shifted_images import (
@@ -41,7 +40,7 @@ from holdfast.metrics.tasks import (
     in_top_k,
     mean_corruption_error,
 )
-from holdfast.train.image_attacks import Classify, error_of, made_corruptions, per_image
+from holdfast.train.image_attacks import Classify, Corrupted, error_of, made_corruptions, mean, per_image
 
 MADE = "corruptions"  # the name of the corruptions that are made here
 SEED = 0  # of the corruptions that are made here
@@ -119,7 +118,9 @@ class ShiftedTests:
             if name in self.folders or name == MADE:
                 raise ValueError(f"two shifted test sets are called {name}; rename one of the folders.")
             self.folders[name], self.columns[name] = one, self._columns_of(one, index)
-            if one.kind == "outliers" and not self._has_inliers(name):
+            columns = self.columns[name]
+            inliers = clean is None or columns is None or torch.isin(clean.outputs, torch.tensor(columns)).any()
+            if one.kind == "outliers" and not inliers:
                 raise ValueError(f"the test images have none of the classes of {one.folder}, so nothing is told apart.")
 
     def _columns_of(self, one: ShiftedFolder, index: ClassIndex | None) -> list[int] | None:
@@ -134,11 +135,6 @@ class ShiftedTests:
         if len(columns) < 2 and one.kind == "classes":
             raise ValueError(f"{one.folder} has one class only; a model that may answer only this class is always right.")
         return columns
-
-    def _has_inliers(self, name: str) -> bool:
-        columns = self.columns[name]
-        assert self.clean is not None
-        return columns is None or bool(torch.isin(self.clean.outputs, torch.tensor(columns)).any())
 
     def describe(self) -> list[dict[str, Any]]:
         """Return what a result records of these tests, as a part of a run's identity."""
@@ -155,7 +151,7 @@ class ShiftedTests:
         return clean + made + sum(map(len, self.folders.values()))
 
     def _needs_clean(self) -> bool:
-        return any(one.kind == "outliers" or self._has_mce(one) for one in self.folders.values())
+        return any(one.kind == "outliers" or _has_mce(one) for one in self.folders.values())
 
     @torch.no_grad()
     def score(self, classify: Classify, device: Any, *, with_clean: bool = False) -> dict[str, dict[str, Any]]:
@@ -163,8 +159,9 @@ class ShiftedTests:
 
         with_clean      add the error on the model's own test images, as "clean"
         """
-        tests = {name: self._test(name) for name in self.folders}
-        clean = _ClassesTest(None, len(self.classes))
+        kinds: dict[str, type[_Test]] = {"classes": _ClassesTest, "outliers": _OutliersTest, "corrupted": _CorruptedTest}
+        tests = {name: kinds[one.kind](one, self.columns[name], len(self.classes)) for name, one in self.folders.items()}
+        clean = _ClassesTest(None, None, len(self.classes))
         if self.clean is not None and (with_clean or self._needs_clean()):
             consumers: list[Consume] = [clean.add, *(test.add_clean for test in tests.values())]
             _forward(classify, device, self.clean.images, self.clean.outputs, consumers)
@@ -177,50 +174,30 @@ class ShiftedTests:
                 add = partial(tests[name].add, cell=(part.corruption, part.severity))
                 _forward(classify, device, images, images.labels, [add])
         found = {name: {"kind": self.folders[name].kind, **test.result()} for name, test in tests.items()}
-        if self.made:
-            found[MADE] = {"kind": MADE, **self._score_made(classify, device)}
+        if self.made and self.clean is not None:
+            made = Corrupted(self.clean.images.pixels(self.made), SEED)
+            right = self.clean.outputs[self.made].to(device)
+            each, every = made.errors(classify, right, SEVERITIES)
+            errors = {kind: {str(severity): by[kind] for severity, by in each.items()} for kind in made_corruptions()}
+            row = _error_row(mean(mean(by_severity.values()) for by_severity in errors.values()))
+            counts = {"clean_same": made.clean_error(classify, right), "examples": len(self.made), "seed": SEED}
+            found[MADE] = {"kind": MADE, **row, **counts, "errors": errors, "per_example": per_image(every)}
         return {**({"clean": {"kind": "clean", **clean.result()}} if with_clean and self.clean else {}), **found}
-
-    def _test(self, name: str) -> "_Test":
-        one, columns = self.folders[name], self.columns[name]
-        if one.kind == "corrupted":
-            return _CorruptedTest(columns, len(one.classes), has_mce=self._has_mce(one), note=_note(one))
-        if one.kind == "outliers":
-            return _OutliersTest(columns, len(self.classes if columns is None else columns))
-        return _ClassesTest(columns, len(one.classes))
-
-    def _has_mce(self, one: ShiftedFolder) -> bool:
-        """Return whether mCE is defined: all published corruptions and severities, for classes of ImageNet."""
-        return one.kind == "corrupted" and are_wordnet_ids(one.classes) and not _missing_corruptions(one)
-
-    def _score_made(self, classify: Classify, device: Any) -> dict[str, Any]:
-        """Return the mean error over corruptions and severities, and each of them."""
-        assert self.clean is not None
-        kinds = made_corruptions()
-        clean = list[Tensor]()
-        wrong: dict[Cell, list[Tensor]] = {(kind, severity): [] for kind in kinds for severity in SEVERITIES}
-        for start, pixels in _batches(self.clean.images, self.made):
-            right = self.clean.outputs[self.made[start : start + len(pixels)]]
-            clean.append(~in_top_k(classify(pixels.to(device)).cpu(), right))
-            for (kind, severity), of_cell in wrong.items():
-                images = corrupt(pixels, kind, severity=severity, seed=SEED, first=start).images
-                of_cell.append(~in_top_k(classify(images.to(device)).cpu(), right))
-        errors, mean = _errors(wrong)
-        counted = {"clean_same": error_of(torch.cat(clean)), "examples": len(self.made), "seed": SEED}
-        every = torch.stack([torch.cat(of_cell) for of_cell in wrong.values()]).double().mean(0)
-        return {**_error_row(mean), **counted, "errors": errors, "per_example": per_image(every)}
 
 
 class _Test(ABC):
     """The results on one shifted test set (abstract).
 
+    folder    None: the model's own test images
     columns   the outputs that are compared; None: all
-    classes   how many classes it has
+    outputs   how many outputs the model has
     """
 
-    def __init__(self, columns: Sequence[int] | None, classes: int) -> None:
-        self.columns = None if columns is None else torch.tensor(sorted(columns))
-        self.classes, self.examples = classes, 0
+    def __init__(self, folder: ShiftedFolder | None, columns: Sequence[int] | None, outputs: int) -> None:
+        self.folder, self.columns = folder, None if columns is None else torch.tensor(sorted(columns))
+        self.classes, self.examples = outputs if columns is None else len(columns), 0
+        self.wrong, self.wrong_of_five, self.clean = dict[Cell, list[Tensor]](), list[Tensor](), list[Tensor]()
+        self.precision, self.inliers, self.problem = AnomalyPrecision(), 0, ""
 
     def compared(self, logits: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return the compared logits and which is right, of the images whose right output is one of them."""
@@ -229,45 +206,37 @@ class _Test(ABC):
         known = torch.isin(outputs, self.columns)
         return logits[known][:, self.columns], torch.searchsorted(self.columns, outputs[known])
 
-    @abstractmethod
     def add(self, logits: Tensor, outputs: Tensor, cell: Cell = ("", 0)) -> None:
         """Add images of the test set; `cell` is their corruption and its severity, if it has corruptions."""
+        logits, targets = self.compared(logits, outputs)
+        self.wrong.setdefault(cell, []).append(~in_top_k(logits, targets))
+        self.wrong_of_five.append(~in_top_k(logits, targets, 5))
+        self.examples += len(targets)
 
     def add_clean(self, logits: Tensor, outputs: Tensor) -> None:
         """Add the model's own test images, for tests that use them."""
-        return
+        self.clean.append(~in_top_k(*self.compared(logits, outputs)))
 
     @abstractmethod
     def result(self) -> dict[str, Any]: ...
 
 
+@final
 class _ClassesTest(_Test):
     """The error on images of the model's classes."""
-
-    def __init__(self, columns: Sequence[int] | None, classes: int) -> None:
-        super().__init__(columns, classes)
-        self.wrong, self.wrong_of_five = list[Tensor](), list[Tensor]()
-
-    def add(self, logits: Tensor, outputs: Tensor, cell: Cell = ("", 0)) -> None:
-        logits, targets = self.compared(logits, outputs)
-        self.wrong.append(~in_top_k(logits, targets))
-        self.wrong_of_five.append(~in_top_k(logits, targets, 5))
 
     def result(self) -> dict[str, Any]:
         if not self.wrong:
             return {}
-        wrong = torch.cat(self.wrong)
+        wrong = torch.cat(self.wrong["", 0])
         top5 = {"top5": error_of(torch.cat(self.wrong_of_five))} if self.classes > 5 else {}  # else 0
         row = {**_error_row(error_of(wrong)), "accuracy": int((~wrong).sum()) / len(wrong), **top5}
         return {**row, "examples": len(wrong), "classes": self.classes, "per_example": per_image(wrong)}
 
 
+@final
 class _OutliersTest(_Test):
     """How well a low confidence tells outliers from test images of the same outputs."""
-
-    def __init__(self, columns: Sequence[int] | None, classes: int) -> None:
-        super().__init__(columns, classes)
-        self.precision, self.inliers, self.problem = AnomalyPrecision(), 0, ""
 
     def add(self, logits: Tensor, outputs: Tensor, cell: Cell = ("", 0)) -> None:
         self.examples += self._add(logits, outputs, is_outlier=True)
@@ -291,35 +260,38 @@ class _OutliersTest(_Test):
         return {"figure": figure, "measure": "AUPR, %", "better": "higher", **counts, **problem}
 
 
+@final
 class _CorruptedTest(_Test):
     """The error on each corruption at each severity, and mCE if all published ones are there."""
 
-    def __init__(self, columns: Sequence[int] | None, classes: int, *, has_mce: bool, note: str | None) -> None:
-        super().__init__(columns, classes)
-        self.note, self.has_mce = note, has_mce
-        self.wrong, self.clean = dict[Cell, list[Tensor]](), list[Tensor]()
-
-    def add(self, logits: Tensor, outputs: Tensor, cell: Cell = ("", 0)) -> None:
-        logits, targets = self.compared(logits, outputs)
-        self.wrong.setdefault(cell, []).append(~in_top_k(logits, targets))
-        self.examples += len(targets)
-
-    def add_clean(self, logits: Tensor, outputs: Tensor) -> None:
-        self.clean.append(~in_top_k(*self.compared(logits, outputs)))
-
     def result(self) -> dict[str, Any]:
-        errors, mean = _errors(self.wrong)
+        assert self.folder is not None
+        errors: dict[str, dict[str, float]] = {}
+        for (corruption, severity), of_cell in self.wrong.items():
+            errors.setdefault(corruption, {})[str(severity)] = error_of(torch.cat(of_cell))
+        means = {corruption: mean(each.values()) for corruption, each in errors.items()}
         found: dict[str, Any] = {"examples": self.examples, "classes": self.classes, "errors": errors}
-        found |= {} if self.note is None else {"note": self.note}
-        if not self.has_mce:
-            return {**_error_row(mean), **found}
-        means = {corruption: sum(each.values()) / len(each) for corruption, each in errors.items()}
+        if are_wordnet_ids(self.folder.classes):  # say why the figure is not the published mCE
+            if missing := _missing_corruptions(self.folder):
+                found["note"] = (
+                    f"mCE needs all 15 corruptions at 5 severities; {len(missing)} of 75 are missing, such as {missing[0]}."
+                )
+            elif published_set(self.folder.classes) != "ImageNet":
+                classes = counted(self.classes, "class", "classes")
+                found["note"] = f"mCE over {classes} cannot be compared with numbers that are published for ImageNet-C."
+        if not _has_mce(self.folder):
+            return {**_error_row(mean(means.values())), **found}
         if any(map(len, self.clean)):  # there are clean images of these classes
             clean = error_of(torch.cat(self.clean))
             relative = {"clean": clean, "baseline_clean": ALEXNET_CLEAN_ERROR}
             found |= {"clean": clean, "relative_mce": mean_corruption_error(means, ALEXNET_ERRORS, **relative)}
         mce = mean_corruption_error(means, ALEXNET_ERRORS)
-        return {"figure": mce, "measure": "mCE, %", "better": "lower", "mean_error": mean, **found}
+        return {"figure": mce, "measure": "mCE, %", "better": "lower", "mean_error": mean(means.values()), **found}
+
+
+def _has_mce(one: ShiftedFolder) -> bool:
+    """Return whether mCE is defined: all published corruptions and severities, for classes of ImageNet."""
+    return one.kind == "corrupted" and are_wordnet_ids(one.classes) and not _missing_corruptions(one)
 
 
 def _missing_corruptions(one: ShiftedFolder) -> list[str]:
@@ -328,52 +300,17 @@ def _missing_corruptions(one: ShiftedFolder) -> list[str]:
     return [f"{kind}/{severity}" for kind in ALEXNET_ERRORS for severity in SEVERITIES if (kind, severity) not in cells]
 
 
-def _note(one: ShiftedFolder) -> str | None:
-    """Return why the figure of a folder with the classes of ImageNet is not the published mCE; None if it is."""
-    if not are_wordnet_ids(one.classes):
-        return None
-    if missing := _missing_corruptions(one):
-        return f"mCE needs all 15 corruptions at 5 severities; {len(missing)} of 75 are missing, such as {missing[0]}."
-    if published_set(one.classes) != "ImageNet":
-        classes = counted(len(one.classes), "class", "classes")
-        return f"mCE over {classes} cannot be compared with numbers that are published for ImageNet-C."
-    return None
-
-
 def _forward(classify: Classify, device: Any, images: Images, outputs: Tensor, consumers: Sequence[Consume]) -> None:
-    """Run the model on all images, and give the logits of each batch to every consumer."""
-    for start, pixels in _batches(images, range(len(images))):
-        logits = classify(pixels.to(device)).float().cpu()
-        for consume in consumers:
-            consume(logits, outputs[start : start + len(pixels)])
-
-
-def _batches(images: Images, numbers: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-    """Yield the start and the pixels of each batch; some threads decode the batches that follow."""
+    """Run the model on all images, and give the logits of each batch to every consumer; threads decode the next batches."""
+    batches = [range(start, min(start + BATCH, len(images))) for start in range(0, len(images), BATCH)]
     with ThreadPoolExecutor(THREADS) as pool:
-        waiting: deque[tuple[int, Future[Tensor]]] = deque()
-        try:
-            for start in range(0, len(numbers), BATCH):
-                waiting.append((start, pool.submit(images.pixels, list(numbers[start : start + BATCH]))))
-                if len(waiting) > THREADS:
-                    first, pixels = waiting.popleft()
-                    yield first, pixels.result()
-            while waiting:
-                first, pixels = waiting.popleft()
-                yield first, pixels.result()
-        finally:
-            for _, pixels in waiting:
-                pixels.cancel()
+        waiting = deque(pool.submit(images.pixels, numbers) for numbers in batches[:THREADS])
+        for place, numbers in enumerate(batches):
+            waiting.extend(pool.submit(images.pixels, later) for later in batches[place + THREADS : place + THREADS + 1])
+            logits = classify(waiting.popleft().result().to(device)).float().cpu()
+            for consume in consumers:
+                consume(logits, outputs[numbers.start : numbers.stop])
 
 
 def _error_row(error: float) -> dict[str, Any]:
     return {"figure": error, "measure": "error, %", "better": "lower"}
-
-
-def _errors(wrong: Mapping[Cell, list[Tensor]]) -> tuple[dict[str, dict[str, float]], float]:
-    """Return the error by corruption and severity, and the mean over corruptions of the mean over severities."""
-    errors: dict[str, dict[str, float]] = {}
-    for (corruption, severity), of_cell in wrong.items():
-        errors.setdefault(corruption, {})[str(severity)] = error_of(torch.cat(of_cell))
-    means = [sum(each.values()) / len(each) for each in errors.values()]
-    return errors, sum(means) / len(means)

@@ -5,9 +5,10 @@ many tokens flip between two snapshots; `consistency` measures how many keep the
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -34,8 +35,7 @@ def take_snapshot(model: Any, probe: Inputs, k: int | Sequence[int], step: int, 
     """Write the k first experts of every token and the graph of the experts, in every layer; k may differ by layer."""
     layers = []
     routings = routings_of(model, probe)
-    cores = _cores(routings, k)
-    for kept, token_mask, graph in zip(cores, routings.token_mask, _graphs(model, routings), strict=True):
+    for kept, token_mask, graph in zip(routings.cores(k), routings.token_mask, _graphs(model, routings), strict=True):
         masks = kept[token_mask] if token_mask is not None else kept
         rounded = [[round(value, 3) for value in row] for row in graph.tolist()]
         layers.append({"sets": [sorted(row) for row in masks.tolist()], "graph": rounded})
@@ -66,7 +66,10 @@ def evolution(folder: Path, steps: list[int], names: list[str], *, learned: bool
             {
                 "layer": layer,
                 "name": name,
-                "fluctuation": [_flipped_share(before, after) for before, after in pairwise(sets)],
+                "fluctuation": [
+                    sum(old != new for old, new in zip(before, after, strict=True)) / len(before)
+                    for before, after in pairwise(sets)
+                ],
                 "graphs": [snapshot["layers"][layer]["graph"] for snapshot in taken],
             }
         )
@@ -81,24 +84,34 @@ def consistency(model: Any, probe: Inputs, k: int | Sequence[int]) -> dict[str, 
         hooks.after(model.get_input_embeddings(), _add_noise)
         after = routings_of(model, probe)
     shares = []
-    for old, new, token_mask in zip(_cores(before, k), _cores(after, k), before.token_mask, strict=True):
+    for old, new, token_mask in zip(before.cores(k), after.cores(k), before.token_mask, strict=True):
         same = (old.sort(1).values == new.sort(1).values).all(1)
         shares.append(float((same if token_mask is None else same[token_mask]).double().mean()))
     return {"what": f"noise of {NOISE:.0%} of each embedding's length", "layers": shares}
 
 
+@final
+@dataclass(frozen=True)
 class ProbeRoutings:
     """The routing of every layer on the probe, on the CPU."""
 
-    def __init__(self) -> None:
-        self.layers: list[Routing] = []
-        self.token_mask: list[Tensor | None] = []
-        self.names: list[str] = []
+    names: list[str]
+    layers: list[Routing] = field(default_factory=list)
+    token_mask: list[Tensor | None] = field(default_factory=list)
+
+    def cores(self, k: int | Sequence[int]) -> list[Tensor]:
+        """Return (T,k) for every layer: the k experts with the largest weights, the sentinel E in unused slots.
+
+        Experts that `smooth` adds below them enter and leave with weight 0, so they do not count as a flip. `k` is one
+        number for all layers, or one for each.
+        """
+        ks = [k] * len(self.layers) if isinstance(k, int) else k
+        return [routing.experts[:, :count] for routing, count in zip(self.layers, ks, strict=True)]
 
 
 def routings_of(model: Any, probe: Inputs) -> ProbeRoutings:
     """Run the model on the probe in evaluation mode and return its routing; the model keeps its mode."""
-    found, was_training = ProbeRoutings(), model.training
+    found, was_training = ProbeRoutings([]), model.training
 
     def each(layer: int, routing: Routing, token_mask: Tensor | None) -> None:
         found.layers.append(routing.map_tokens(Tensor.cpu))
@@ -108,22 +121,8 @@ def routings_of(model: Any, probe: Inputs) -> ProbeRoutings:
     with trace(model, each=each) as routes:
         forward(model, probe)
     model.train(was_training)
-    found.names = routes.names
+    found.names.extend(routes.names)
     return found
-
-
-def core(routing: Routing, k: int) -> Tensor:
-    """Return (T,k): the k experts with the largest weights, the sentinel E in unused slots.
-
-    Experts that `smooth` adds below them enter and leave with weight 0, so they do not count as a flip.
-    """
-    return routing.experts[:, :k]
-
-
-def _cores(routings: ProbeRoutings, k: int | Sequence[int]) -> list[Tensor]:
-    """Return `core` of every layer; `k` is one number for all layers, or one for each."""
-    ks = [k] * len(routings.layers) if isinstance(k, int) else k
-    return [core(routing, own) for routing, own in zip(routings.layers, ks, strict=True)]
 
 
 def experts_per_token(model: Any) -> list[int]:
@@ -147,10 +146,6 @@ def _graphs(model: Any, routings: ProbeRoutings) -> Iterator[Tensor]:
             found = torch.tensor(counts.result().counts, dtype=torch.float64)
             graph = found / found.sum(1, keepdim=True).clamp_min(1)
         yield graph.cpu()
-
-
-def _flipped_share(before: list[list[int]], after: list[list[int]]) -> float:
-    return sum(old != new for old, new in zip(before, after, strict=True)) / len(before)
 
 
 def _add_noise(module: Any, inputs: Any, output: Any) -> Any:

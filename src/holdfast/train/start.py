@@ -48,15 +48,12 @@ def start_model(part: ModelPart, head: str, **entries: Any) -> Any:
 
     head        "text" (predicts the next token), "labels" (classifies texts) or "images" (classifies images)
     entries     entries of the config that follow from the data. A new model gets all of them. A checkpoint gets those of its
-                head (num_labels, id2label, problem_type, pad_token_id); vocab_size, image_size and num_channels must fit it
+                head (id2label, problem_type, pad_token_id); vocab_size, image_size and num_channels must fit it
 
     Weights are float32. Under `torch.device("meta")` the model has no values. With the head "labels", a model that reads
     sequences from left to right finds the end of a text by `pad_token_id`: give that of `padding_token`.
     """
-    if "num_labels" in entries and "id2label" not in entries:
-        entries["id2label"] = {number: f"LABEL_{number}" for number in range(entries["num_labels"])}
     if "id2label" in entries:
-        entries.pop("num_labels", None)
         entries["label2id"] = {label: number for number, label in entries["id2label"].items()}
     model = _new_model(part, head, entries) if part.checkpoint is None else _from_checkpoint(part, head, entries)
     if head == "labels" and model.config.get_text_config().pad_token_id is None:
@@ -112,14 +109,28 @@ def _from_checkpoint(part: ModelPart, head: str, entries: Mapping[str, Any]) -> 
     folder = checkpoint_folder(part)
     stored = family_values(check_files(folder), folder)
     if head == "text":
-        _require_language_model(part, stored)
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+        kind = (stored.get("architectures") or ["a model without a class"])[0]
+        if kind != MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(stored.get("model_type"))):
+            raise ValueError(f"{part.checkpoint} is a {kind}, which does not predict the next token: use another task.")
     for_head = {name: value for name, value in entries.items() if name not in OF_DATA}
     new_head = "id2label" in for_head and not _has_classes(stored, for_head["id2label"])
     try:
         model, weights = load_with_head(folder, HEADS[head], {**for_head, **part.config}, new_head=new_head)
     except ValueError as problem:
         raise ValueError(f"model.checkpoint: {problem}") from None
-    _require_fitting_data(part, model.config, entries)
+    vocabulary = getattr(model.config.get_text_config(), "vocab_size", None)
+    if isinstance(vocabulary, int) and entries.get("vocab_size", 0) > vocabulary:
+        raise ValueError(
+            f"{part.checkpoint} has {vocabulary:,} tokens, and the tokeniser has {entries['vocab_size']:,}: it belongs to "
+            "another model."
+        )
+    for name, words in (("image_size", "pixels per side"), ("num_channels", "channels")):
+        given, own = entries.get(name), getattr(model.config, name, None)
+        if given is not None and isinstance(own, int) and own != given:
+            hint = f"; set data.size to {own}" if name == "image_size" else ""
+            raise ValueError(f"{part.checkpoint} reads images with {own} {words}, and the data have {given}{hint}.")
     if head == "text" and getattr(model.config, "is_decoder", True) is False:
         raise ValueError(f"{part.checkpoint} reads texts in both directions, and cannot learn to predict the next token.")
     if head == "text" and (weights["new"] or weights["unused"]):
@@ -138,39 +149,10 @@ def checkpoint_folder(part: ModelPart) -> Path:
     return read_record(place).home / MODEL if is_trained(place) else _folder_of(part.checkpoint)
 
 
-def _folder_of(name: str) -> Path:
-    return local_folder(name) if Path(name).exists() else _downloaded(name)
-
-
 @lru_cache(maxsize=16)
-def _downloaded(name: str) -> Path:
-    """Return the folder of a model on the hub: the same one for every model of this process, also if the hub changes."""
+def _folder_of(name: str) -> Path:
+    """Return the folder of a model: the same one for every model of this process, also if the hub changes."""
     return local_folder(name)
-
-
-def _require_fitting_data(part: ModelPart, config: Any, entries: Mapping[str, Any]) -> None:
-    """Raise ValueError if the data do not fit the inputs of the checkpoint."""
-    vocabulary = getattr(config.get_text_config(), "vocab_size", None)
-    if isinstance(vocabulary, int) and entries.get("vocab_size", 0) > vocabulary:
-        raise ValueError(
-            f"{part.checkpoint} has {vocabulary:,} tokens, and the tokeniser has {entries['vocab_size']:,}: it belongs to "
-            "another model."
-        )
-    for name, words in (("image_size", "pixels per side"), ("num_channels", "channels")):
-        given, own = entries.get(name), getattr(config, name, None)
-        if given is not None and isinstance(own, int) and own != given:
-            hint = f"; set data.size to {own}" if name == "image_size" else ""
-            raise ValueError(f"{part.checkpoint} reads images with {own} {words}, and the data have {given}{hint}.")
-
-
-def _require_language_model(part: ModelPart, stored: Mapping[str, Any]) -> None:
-    """Raise ValueError if the checkpoint is not a model that was trained to predict the next token."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    names = stored.get("architectures") or ["a model without a class"]
-    expected = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(stored.get("model_type")))
-    if names[0] != expected:
-        raise ValueError(f"{part.checkpoint} is a {names[0]}, which does not predict the next token: use another task.")
 
 
 def _has_classes(stored: Mapping[str, Any], classes: Mapping[int, str]) -> bool:
@@ -202,19 +184,15 @@ def start_tokenizer(part: ModelPart, given: str | None = None) -> Tokenizer | No
         return None
     place = Path(part.checkpoint)
     own = read_record(place).tokenizer() if is_trained(place) else HubTokenizer(str(_folder_of(part.checkpoint)))
-    if given is not None and not _is_same(own, given):
+    is_same = given is None or given == own.name
+    if given is not None and isinstance(own, HubTokenizer):  # the words of a vocabulary are always the checkpoint's
+        is_same = ("/" in given or Path(given).is_dir()) and HubTokenizer(given).checksum() == own.checksum()
+    if not is_same:
         raise ValueError(
             f"data.tokens is {given}, and {part.checkpoint} was trained with another tokeniser; leave data.tokens out to "
             "use its own."
         )
     return own
-
-
-def _is_same(own: Tokenizer, given: str) -> bool:
-    """Return whether `data.tokens` names this tokeniser; the words of a vocabulary are always the checkpoint's."""
-    if isinstance(own, HubTokenizer):
-        return ("/" in given or Path(given).is_dir()) and HubTokenizer(given).checksum() == own.checksum()
-    return given == own.name
 
 
 def padding_token(tokenizer: Tokenizer) -> int:

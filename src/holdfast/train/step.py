@@ -20,7 +20,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from holdfast.train.recipe import Schedule, TrainingPart
+from holdfast.train.recipe import TrainingPart
 from holdfast.train.task import Inputs
 
 BETAS, EPSILON = (0.9, 0.999), 1e-8  # of AdamW, as the Trainer sets them
@@ -65,31 +65,22 @@ def adamw(model: nn.Module, training: TrainingPart) -> torch.optim.AdamW:
 class TrainingStep:
     """Call it with the micro-batches of a step, on the model's device, to train the model by one step.
 
-    schedule     from the number of finished steps to the learning rate of the next one
-    accumulate   micro-batches per step
-    clip         gradients with a larger norm are scaled down to it; 0: never
-    precision    "bf16" runs every forward of the model under autocast, also after training
-    done         number of finished steps; set it when a run is resumed
+    With the precision "bf16", every forward of the model runs under autocast, also after training.
+
+    steps    of the whole run
+    done     number of finished steps; set it when a run is resumed
     """
 
-    def __init__(
-        self,
-        model: Any,
-        optimizer: torch.optim.Optimizer,
-        schedule: Schedule,
-        accumulate: int,
-        clip: float,
-        precision: str,
-    ) -> None:
-        self.model, self.optimizer, self.schedule = model, optimizer, schedule
-        self.accumulate, self.max_norm = accumulate, clip or float("inf")
+    def __init__(self, model: Any, optimizer: torch.optim.Optimizer, training: TrainingPart, steps: int) -> None:
+        self.model, self.optimizer, self.training = model, optimizer, training
+        self.rate_factor = training.rate_factor(steps)
         self.counts_labels = accepts_label_count(model)
         self.parameters = list(model.parameters())
         self.on_gpu = self.parameters[0].is_cuda
         self.done = 0
         self._rate: float | None = None
         self._compiled: tuple[Callable[..., Any], Shapes] | None = None
-        if precision == "bf16":
+        if training.precision == "bf16":
             use_autocast(model)
 
     @property
@@ -112,7 +103,7 @@ class TrainingStep:
 
     def set_learning_rate(self) -> float:
         """Set the optimizer's learning rate for the next step and return it."""
-        rate = self.schedule(self.done)
+        rate = self.training.learning_rate * self.rate_factor(self.done)
         if rate != self._rate:
             for group in self.optimizer.param_groups:
                 if isinstance(group["lr"], Tensor):
@@ -128,14 +119,14 @@ class TrainingStep:
         if self._compiled is not None and self._compiled[1] == shapes_of(inputs):
             run = self._compiled[0]
         loss = self.add_gradients(inputs, run)
-        grad_norm = nn.utils.clip_grad_norm_(self.parameters, self.max_norm)
+        grad_norm = nn.utils.clip_grad_norm_(self.parameters, self.training.clip or float("inf"))
         self.optimizer.step()
         self.drop_gradients()
         return loss, grad_norm
 
     def add_gradients(self, inputs: Sequence[Inputs], run: Callable[..., Any]) -> Tensor:
         """Run forward and backward of the micro-batches, with `run` in the place of the model; return the loss."""
-        assert len(inputs) == self.accumulate, "one entry for each micro-batch"
+        assert len(inputs) == self.training.accumulate, "one entry for each micro-batch"
         with masks_without_waiting(inputs) if self.on_gpu else nullcontext():
             count = label_count(inputs) if self.counts_labels else None
             total: Tensor | None = None

@@ -73,6 +73,7 @@ def _row(mine: Seeds, theirs: Seeds) -> Row:
     apart = APART if any(map(_is_apart, results)) else None
     experts = _experts_per_token(results)
     cost = level_of([_cost(result) for result in results])
+    names = dict.fromkeys(name for result in results for name in result["clean"].get("metrics", {}))
     return Row(
         router=first["router"],
         settings=first.get("settings", {}),
@@ -94,8 +95,16 @@ def _row(mine: Seeds, theirs: Seeds) -> Row:
         predictions_changed=_mean(results, "attacked", "predictions_changed"),
         cost=None if cost is None else RowCost(**vars(cost)),
         cost_difference=None if cost is None else _difference(theirs, mine, _cost),
-        metrics=_metrics(mine, theirs),
-        shifts=_shifts(mine, theirs),
+        metrics={name: _metric(mine, theirs, name) for name in names},
+        shifts={
+            name: ShiftRow(
+                shift["measure"],
+                shift["better"],
+                _mean(results, "shifts", name, "figure"),
+                _difference(theirs, mine, _reader("shifts", name)),
+            )
+            for name, shift in first.get("shifts", {}).items()
+        },
         scores=_scores(mine, theirs),
         curves=_curves(results),
     )
@@ -109,32 +118,14 @@ def _cost(result: Result) -> Mapping[str, Any]:
     return result["attacked"].get("cost") or {}
 
 
-def _metrics(mine: Seeds, theirs: Seeds) -> dict[str, MetricRow]:
-    results = list(mine.values())
-    found = {}
-    for name in dict.fromkeys(name for result in results for name in result["clean"].get("metrics", {})):
-        read = {text: _metric_reader(text, name) for text in ("clean", "attacked")}
-        found[name] = MetricRow(
-            clean=_mean(results, "clean", "metrics", name),
-            attacked=_mean(results, "attacked", "metrics", name),
-            attacked_clean=_mean(results, "attacked", "clean_metrics", name),
-            clean_difference=_difference(theirs, mine, read["clean"]),
-            attacked_difference=_difference(theirs, mine, read["attacked"]),
-        )
-    return found
+def _metric(mine: Seeds, theirs: Seeds, name: str) -> MetricRow:
+    def difference(text: str) -> Difference | None:
+        return _difference(theirs, mine, lambda result: {"figure": _at(result, text, "metrics", name)})
 
-
-def _shifts(mine: Seeds, theirs: Seeds) -> dict[str, ShiftRow]:
     results = list(mine.values())
-    return {
-        name: ShiftRow(
-            shift["measure"],
-            shift["better"],
-            _mean(results, "shifts", name, "figure"),
-            _difference(theirs, mine, _reader("shifts", name)),
-        )
-        for name, shift in results[0].get("shifts", {}).items()
-    }
+    places = (("clean", "metrics"), ("attacked", "metrics"), ("attacked", "clean_metrics"))
+    clean, attacked, attacked_clean = (_mean(results, *place, name) for place in places)
+    return MetricRow(clean, attacked, attacked_clean, difference("clean"), difference("attacked"))
 
 
 def _scores(mine: Seeds, theirs: Seeds) -> dict[str, ScoreRow]:
@@ -159,16 +150,14 @@ def _curves(results: Sequence[Result]) -> dict[str, CurveRow]:
         curves = [result.get("curves", {}).get(name, {}) for result in results]
         if all(curve.get("budgets") == first["budgets"] for curve in curves):
             figure, top5 = (
-                [level_of([_point(curve, key, place) for curve in curves]) for place in range(len(first["budgets"]))]
+                [
+                    level_of([{"figure": curve[key][at], "per_example": curve["per_example"][key][at]} for curve in curves])
+                    for at in range(len(first["budgets"]))
+                ]
                 for key in ("figure", "top5")
             )
             found[name] = CurveRow(first["budgets"], first["examples"], figure, top5)
     return found
-
-
-def _point(curve: Mapping[str, Any], key: str, place: int) -> dict[str, Any]:
-    """Return one point of a curve as a score."""
-    return {"figure": curve[key][place], "per_example": curve.get("per_example", {}).get(key, {place: None})[place]}
 
 
 def _at(result: Result, *keys: str) -> Any:
@@ -181,10 +170,6 @@ def _at(result: Result, *keys: str) -> Any:
 
 def _reader(*keys: str) -> Read:
     return lambda result: _at(result, *keys) or {}
-
-
-def _metric_reader(text: str, name: str) -> Read:
-    return lambda result: {"figure": _at(result, text, "metrics", name)}
 
 
 def _difference(theirs: Seeds, mine: Seeds, read: Read) -> Difference | None:

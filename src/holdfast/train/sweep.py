@@ -16,8 +16,7 @@ from typing import Any, final
 
 from holdfast.errors import unknown_name
 from holdfast.routing.grammar import written_pairs
-from holdfast.train.recipe import Recipe, change_recipe
-from holdfast.train.task import Task
+from holdfast.train.recipe import Recipe, change_recipe, parse_pairs
 
 MOST_CELLS = 1000  # of one comparison with a sweep
 # Keys that change what is measured; of the data, only how much is trained on, and the domain that is held out, may differ.
@@ -42,20 +41,10 @@ class Setting:
 
 def parse_sweep(pairs: Sequence[str]) -> dict[str, list[Any]]:
     """Return `sparse.k=1,2` and the like as keys and lists of values, which are read as YAML."""
-    import yaml
-
-    found: dict[str, list[Any]] = {}
-    for pair in pairs:
-        key, sign, text = pair.partition("=")
-        if not sign or not key.strip() or not text.strip():
-            raise ValueError(f"{pair!r} is not a sweep; write section.key=value,value.")
-        if key in found:
-            raise ValueError(f"{key} is swept twice; write all its values after one {key}=.")
-        try:
-            found[key] = yaml.safe_load(f"[{text}]")
-        except yaml.YAMLError:
-            raise ValueError(f"{text!r}, the values of {key}, are not YAML; put a text with brackets into quotes.") from None
-    return found
+    keys = [pair.partition("=")[0] for pair in pairs]
+    if twice := next((key for place, key in enumerate(keys) if key in keys[:place]), None):
+        raise ValueError(f"{twice} is swept twice; write all its values after one {twice}=.")
+    return parse_pairs(pairs, "sparse.k=1,2,4", "[{}]")
 
 
 def settings_of(recipe: Recipe, sweep: Mapping[str, Sequence[Any]]) -> list[Setting]:
@@ -87,6 +76,8 @@ def settings_of(recipe: Recipe, sweep: Mapping[str, Sequence[Any]]) -> list[Sett
 
 
 def _require_sweepable(recipe: Recipe, keys: Sequence[str]) -> None:
+    from transformers import CONFIG_MAPPING
+
     described = recipe.describe()
     for key in keys:
         section = key.split(".")[0]
@@ -101,21 +92,14 @@ def _require_sweepable(recipe: Recipe, keys: Sequence[str]) -> None:
             raise ValueError(f"{key} cannot be swept; run a comparison for each checkpoint in a folder of its own.")
         if isinstance(_value_at(described, key), dict):
             raise ValueError(f"{key} cannot be swept: it is a section; name one of its keys.")
-        if key.startswith("model.config."):
-            _require_config_key(recipe, key.removeprefix("model.config."))
+        name, family = key.removeprefix("model.config."), recipe.model.family
+        if name != key and family in CONFIG_MAPPING and name not in recipe.model.config:
+            known = set(CONFIG_MAPPING[family]().to_dict())
+            if name not in known:  # transformers would accept and ignore it
+                raise ValueError(f"{key} cannot be swept: {unknown_name('entry', name, known)}")
     for one, other in itertools.permutations(keys, 2):
         if other.startswith(f"{one}."):
             raise ValueError(f"{one} and {other} cannot be swept together: one contains the other.")
-
-
-def _require_config_key(recipe: Recipe, name: str) -> None:
-    """Raise ValueError if the family's config has no such entry: transformers would accept and ignore it."""
-    import transformers
-
-    if recipe.model.family in transformers.CONFIG_MAPPING and name not in recipe.model.config:
-        known = set(transformers.CONFIG_MAPPING[recipe.model.family]().to_dict())
-        if name not in known:
-            raise ValueError(f"model.config.{name} cannot be swept: {unknown_name('entry', name, known)}")
 
 
 def _value_at(described: Mapping[str, Any], key: str) -> Any:
@@ -154,10 +138,3 @@ def shares_data(recipe: Recipe, other: Recipe) -> bool:
     model = replace(recipe.model, config=other.model.config)
     data = replace(recipe.data, held_out=other.data.held_out)  # the domains are read once, whichever is held out
     return (data, recipe.attack, recipe.metrics, model) == (other.data, other.attack, other.metrics, other.model)
-
-
-def with_recipe(task: Task, recipe: Recipe) -> Task:
-    """Return a task with the same data and another recipe, for which `shares_data` is true."""
-    if not task.open_choices():
-        task.examples(0)  # reads the training data, which both tasks then share
-    return task.with_recipe(recipe)

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol, Self, final
+from typing import Any, ClassVar, Literal, Self, final
 
 import torch
 from torch import Tensor
@@ -32,13 +32,8 @@ Inputs = dict[str, Tensor]  # of a model's forward
 AttackTable = dict[str, Any]  # "title", "columns", "rows" to print; "flags" and "summary" to store
 
 
-class FetchAt(Protocol):
-    """A function from places in an order to the inputs there."""
-
-    def __call__(self, order: ExampleOrder, places: Sequence[int]) -> Inputs: ...
-
-    def on(self, device: torch.device) -> "FetchAt":
-        """Return the same with inputs on the device, if possible."""
+# From an order and places in it to the inputs there. It may have a method `on(device)`: the same with inputs on the device.
+Fetch = Callable[[ExampleOrder, Sequence[int]], Inputs]
 
 
 @final
@@ -76,37 +71,21 @@ class Measure:
 
 @final
 class Examples(Dataset[Inputs]):
-    """The examples of all steps in order, the same for every router. A batch is fetched at once, as one `Inputs`.
+    """The examples of all steps in order, the same for every router. A batch is fetched at once, as one `Inputs`."""
 
-    fetch       from the numbers of examples to their inputs
-    fetch_on    from a device to a `fetch` that keeps the data on it; None: they stay in memory
-    fetch_at    for inputs that also depend on the place of an example in the order (augmented images); replaces both
-    """
-
-    def __init__(
-        self,
-        order: ExampleOrder,
-        fetch: Callable[[Tensor], Inputs],
-        steps: int,
-        *,
-        fetch_on: Callable[[torch.device], Callable[[Tensor], Inputs]] | None = None,
-        fetch_at: FetchAt | None = None,
-    ) -> None:
-        self.order, self.fetch, self.steps, self.fetch_on, self.fetch_at = order, fetch, steps, fetch_on, fetch_at
+    def __init__(self, order: ExampleOrder, fetch: Fetch, steps: int) -> None:
+        self.order, self.fetch, self.steps = order, fetch, steps
 
     def on(self, device: torch.device) -> "Examples":
         """Return the same examples with inputs on the device if possible, so that a step copies only their numbers."""
-        if device.type == "cpu":
-            return self
-        if self.fetch_at is not None:
-            return Examples(self.order, self.fetch, self.steps, fetch_at=self.fetch_at.on(device))
-        return self if self.fetch_on is None else Examples(self.order, self.fetch_on(device), self.steps)
+        move = getattr(self.fetch, "on", None)
+        return self if move is None or device.type == "cpu" else Examples(self.order, move(device), self.steps)
 
     def __len__(self) -> int:
         return self.steps * self.order.size
 
     def __getitems__(self, places: Sequence[int]) -> Inputs:
-        return self.fetch(self.order.at(places)) if self.fetch_at is None else self.fetch_at(self.order, places)
+        return self.fetch(self.order, places)
 
     def hash(self, step: int) -> str:
         """Return a hash of the step's examples: equal hashes mean equal examples."""

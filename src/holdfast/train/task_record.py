@@ -57,8 +57,10 @@ class TaskRecord:
                 "it, or --data FOLDER to say where it is."
             )
         inside = self.home / source
-        if inside.exists() and _contains_all_of(self.home, inside):
-            return str(inside)
+        if inside.exists() and is_inside(inside, self.home):
+            places = (Path(place, name) for place, folders, files in os.walk(inside) for name in (*folders, *files))
+            if all(is_inside(path, self.home) for path in places):  # no link leads out
+                return str(inside)
         raise ValueError(
             f"{self.home} was trained on {source!r}, which is not in it; add --source {shlex.quote(source)} to use "
             "that, or name another source."
@@ -78,13 +80,6 @@ class TaskRecord:
             return tokenizer_from(described, folder=model)
         except (AttributeError, KeyError, TypeError) as problem:
             raise ValueError(f"the {TASK} of this model is damaged: it describes no tokeniser ({problem}).") from None
-
-
-def _contains_all_of(home: Path, source: Path) -> bool:
-    """Return whether a file or folder is inside `home`, and no link in it leads out."""
-    return is_inside(source, home) and all(
-        is_inside(Path(place, name), home) for place, folders, files in os.walk(source) for name in (*folders, *files)
-    )
 
 
 def read_record(folder: Path) -> TaskRecord:

@@ -97,14 +97,15 @@ class TextsTask(Task):
         """Return the test texts under the attack of this name, by default at the recipe's rate."""
         rate = self.recipe.attack.rate if rate is None else rate
         texts, keys = self.test_texts()
-        how: dict[str, Any] = {"keys": keys, "words": self._known_words, "pieces": self.pieces}
+
+        def known_words() -> list[str]:
+            # Tokenisers without a vocabulary of words can encode every word.
+            known = self.tokenizer.words if isinstance(self.tokenizer, Vocabulary) else None
+            return swappable(known) if known else words_in(texts)
+
+        how: dict[str, Any] = {"keys": keys, "words": known_words, "pieces": self.pieces}
         with without_attack_warnings():
             return attack_texts(find_attack(name, "text"), texts, rate=rate, seed=seed, **how)
-
-    def _known_words(self) -> list[str]:
-        """Return the words that the model knows; tokenisers without a vocabulary of words can encode every word."""
-        known = self.tokenizer.words if isinstance(self.tokenizer, Vocabulary) else None
-        return swappable(known) if known else words_in(self.test_texts()[0])
 
     def described_attack(self) -> str:
         """Return the attack of the recipe in a sentence."""
@@ -200,7 +201,8 @@ class TextTask(TextsTask):
     def examples(self, seed: int) -> Examples:
         blocks, training = _require_full_block(self.training), self.recipe.training
         order = Order(blocks.whole, training.batch * training.accumulate, seed)  # without the padded block at the end
-        return Examples(order, partial(_inputs, blocks), training.step_count(blocks.whole))
+        steps = training.step_count(blocks.whole)
+        return Examples(order, lambda order, places: _inputs(blocks, order.at(places)), steps)
 
     def validation(self) -> Dataset[Inputs]:
         blocks = _require_full_block(self._blocks(self.corpus.documents("valid"), VALIDATION_TOKENS), "held-out text")
@@ -301,8 +303,17 @@ class TextTask(TextsTask):
 
     @cached_property
     def _test(self) -> list[Document]:
-        limit = self.recipe.data.test_bytes
-        if not (found := list(_first_bytes(self.corpus.documents("test"), limit))):
+        limit, found = self.recipe.data.test_bytes, list[Document]()
+        left = math.inf if limit is None else limit
+        for document in self.corpus.documents("test"):
+            if len(document.data) <= left:
+                found.append(document)
+            elif end := document.data.rfind(b"\n", 0, int(left)) + 1:  # the last document is cut after a line
+                found.append(Document(document.title, document.data[:end]))
+            left -= len(document.data)
+            if left <= 0:
+                break
+        if not found:
             raise ValueError(f"data.test_bytes is {limit}, which is less than the first line of the test text; use more.")
         return found
 
@@ -319,19 +330,6 @@ def _require_full_block(blocks: Blocks, what: str = "text") -> Blocks:
     if not blocks.whole:
         raise ValueError(f"a {what} of {len(blocks.tokens)} tokens does not fill one block of {blocks.length}.")
     return blocks
-
-
-def _first_bytes(documents: Iterable[Document], limit: int | None) -> Iterable[Document]:
-    """Yield the documents up to `limit` bytes, the last one cut after a line."""
-    left = limit
-    for document in documents:
-        if left is None or len(document.data) <= left:
-            yield document
-        elif end := document.data.rfind(b"\n", 0, left) + 1:
-            yield Document(document.title, document.data[:end])
-        left = None if left is None else left - len(document.data)
-        if left is not None and left <= 0:
-            return
 
 
 def _scored_text(blocks: Blocks, documents: list[Document], places: Tensor, clean: Tensor, same: Tensor) -> ScoredText:
@@ -358,35 +356,28 @@ def score_text(
     """
     chosen = ChosenMetrics(metrics)
     require_known_tokens(model, text.blocks.tokens)
-    total, untouched_total, nlls = 0.0, 0.0, list[Tensor]()
-    tokens = untouched_tokens = 0
-    place, all_untouched = 1, text.untouched  # the first token is not predicted
+    nlls = list[Tensor]()
     batch_tokens = min(tokens_per_batch(model), LOGITS_PER_BATCH // model.config.vocab_size)
     batch_size = max(1, batch_tokens // text.blocks.length)
     with evaluating(model, routing=routing) as measured:
         for batch in text.blocks.batches(batch_size):
             device = model.device
             out = model(input_ids=batch.inputs.to(device), attention_mask=batch.mask.long().to(device), use_cache=False)
-            nll = token_nll(out.logits, batch.labels.to(device)).cpu()[batch.mask].double()
-            untouched = all_untouched[place : place + nll.numel()]
-            total, tokens = total + float(nll.sum()), tokens + nll.numel()
-            untouched_total += float(nll[untouched].sum())
-            untouched_tokens += int(untouched.sum())
-            nlls.append(nll)
+            nlls.append(token_nll(out.logits, batch.labels.to(device)).cpu()[batch.mask].double())
             if chosen:
                 mask = batch.mask.to(device)
                 chosen.update(out.logits[mask], batch.labels.to(device)[mask])
-            place += nll.numel()
     found = torch.cat(nlls)
     if losses is not None:
         losses.append(found)
-    places = torch.arange(tokens) // text.blocks.length
+    untouched, places = found[text.untouched[1:]], torch.arange(len(found)) // text.blocks.length  # of predicted tokens
+    total = float(found.sum())
     return {
-        "figure": perplexity(total, tokens),
-        "figure_of_kept": perplexity(untouched_total, untouched_tokens) if untouched_tokens else None,
+        "figure": perplexity(total, len(found)),
+        "figure_of_kept": perplexity(float(untouched.sum()), len(untouched)) if len(untouched) else None,
         "nll": total,
-        "tokens": tokens,
-        "kept_tokens": untouched_tokens,
+        "tokens": len(found),
+        "kept_tokens": len(untouched),
         "bits_per_byte": total / math.log(2) / text.bytes,
         "per_example": block_losses(found, places, len(text.blocks)).stored(),
         **chosen.result(),

@@ -21,7 +21,7 @@ import torch
 from holdfast.locking import locked, require_unlocked
 from holdfast.planning.planning import CONFIG_ERRORS
 from holdfast.train.building import build_model, explain_failed_forward, preflight
-from holdfast.train.loop import Guard, Log, Tick, train_in_loop
+from holdfast.train.loop import Guard, Log, Tick, TrainingLoop
 from holdfast.train.recipe import Recipe, RouterChoice
 from holdfast.train.run_folder import claim, prepare, require_own
 from holdfast.train.saved_model import make_task, save_trained
@@ -51,11 +51,10 @@ class SingleRun:
 
     def identity(self) -> dict[str, Any]:
         """Return what must be equal for the folder to be this run's."""
-        router = {"router": self.choice.describe(), "seed": self.seed}
-        start = checkpoint_identity(self.recipe.model)
+        start, plugins = checkpoint_identity(self.recipe.model), self.recipe.plugins()
         same = {"recipe": self.recipe.describe(), **start, "data": self.task.describe()["data"]}
-        same |= {"plugins": self.recipe.plugins()}
-        return {"holdfast": VERSION, **router, **{key: value for key, value in same.items() if value}}
+        router = {"router": self.choice.describe(), "seed": self.seed}
+        return {"holdfast": VERSION, **router, **same, **({"plugins": plugins} if plugins else {})}
 
     def run(self, tick: Tick | None = None, report_to: tuple[str, ...] = ()) -> Log:
         """Train the model, save it in the folder and return the log."""
@@ -90,7 +89,7 @@ def require_trainable(task: Task, seed: int) -> None:
     training.rate_factor(task.steps)
     if training.needs_validation:
         task.validation()
-    if training.label_smoothing and task.examples(seed).fetch(torch.tensor([0]))["labels"].is_floating_point():
+    if training.label_smoothing and task.examples(seed).__getitems__([0])["labels"].is_floating_point():
         raise ValueError("label smoothing is for classes, and these labels are numbers: set training.label_smoothing to 0.")
     if training.best_by == "figure" and not task.has_held_out_figure:
         raise ValueError("the figure of this task follows from its loss; leave training.best_by out.")
@@ -127,7 +126,7 @@ def train(
     try:
         if trainer or report_to or processes() > 1:
             return train_with_trainer(model, task, folder, report_to=report_to, **how)
-        return train_in_loop(model, task, folder, **how)
+        return TrainingLoop(model, task, folder, **how).run()
     except CONFIG_ERRORS as problem:
         if isinstance(problem, torch.OutOfMemoryError) or "not enough memory" in str(problem):
             raise ValueError(
@@ -171,14 +170,16 @@ class Pace:
         if self._first is None:
             self._first = finished
             if finished < self.steps:
-                self._timer = threading.Timer(SLOW_FIRST_STEP, self._report_slow_step)
+                message = "the first of %s steps has taken %.0f seconds so far. %s"
+                told = (message, f"{self.steps - finished:,}", SLOW_FIRST_STEP, self.advice)
+                self._timer = threading.Timer(SLOW_FIRST_STEP, logger.warning, told)
                 self._timer.daemon = True
                 self._timer.start()
         elif finished == self._first + 1:
             self.stop()
-            self._began = _time_on_device(self.clock)
+            self._began = self._time_on_device()
         elif finished == self._first + 1 + MEASURED:
-            seconds = (_time_on_device(self.clock) - self._began) / MEASURED
+            seconds = (self._time_on_device() - self._began) / MEASURED
             if seconds * (self.steps - finished) > VERY_LONG:
                 hours = seconds * (self.steps - finished) / 3600
                 logger.warning(
@@ -194,14 +195,8 @@ class Pace:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _report_slow_step(self) -> None:
-        assert self._first is not None
-        left = self.steps - self._first
-        logger.warning("the first of %s steps has taken %.0f seconds so far. %s", f"{left:,}", SLOW_FIRST_STEP, self.advice)
-
-
-def _time_on_device(clock: Callable[[], float]) -> float:
-    """Return the time when the GPU has finished its steps."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return clock()
+    def _time_on_device(self) -> float:
+        """Return the time when the GPU has finished its steps."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return self.clock()
