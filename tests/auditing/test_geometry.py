@@ -36,7 +36,7 @@ def observed(model: Any, layer: int = 0) -> LayerTokens:
     audited = AuditedModel(model)
     with evaluation_mode(model):
         batch = next(audit_batches(batches(), audited, None, batch=1, length=2, tokens=None))
-        return LayerTokens.of(audited, layer, observe(audited, batch))
+        return LayerTokens.of(audited, layer, observe(audited, batch), batch)
 
 
 def make(name: str) -> Any:

@@ -265,6 +265,6 @@ def test_losses_are_compared_where_the_label_is_the_same() -> None:
         said([1, 2, 3, 4], [1.0, 2.0, 3.0, 0.0], [5, 6, 7, -100]),
         said([1, 2, 3, 9], [1.5, 9.0, 2.0, 0.0], [5, 8, 7, -100]),
     )
-    tally.compare_examples(one, two, None)
+    tally.compare_predictions(one, two, (torch.arange(4), torch.arange(4)))
     assert tally.losses.tokens == 2 and tally.losses.result().change == -0.25 and tally.losses.result().size == 0.75
     assert tally.predictions.result() == 0.75

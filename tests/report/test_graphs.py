@@ -5,8 +5,9 @@ import json
 import pytest
 from report.stored import SNAPSHOTS, parse, stored
 
+from holdfast.auditing.geometry_run import spread
 from holdfast.report import render
-from holdfast.report.expert_views import SHOWN, evolutions, spread
+from holdfast.report.expert_views import SHOWN, evolutions
 
 
 def test_there_is_a_rounded_graph_for_each_layer_and_snapshot_of_the_first_seed() -> None:

@@ -75,7 +75,7 @@ def test_no_difference_and_no_interval_are_said() -> None:
     assert "0.00% are outside; the mean gap does not clearly differ from live (95% interval" in text
     assert "from one sequence there is no interval" in text
     stored["rows"][0]["sets"]["layers"][0]["routers_differ"] = estimate(0.02)
-    assert plots_of(stored)["layers-recorded"].data[0]["error_y"] == {"visible": False}
+    assert plots_of(stored)["layers-recorded"].data[0]["error_y"]["visible"] is False
 
 
 def test_a_record_without_logprobs_has_its_sets_only() -> None:

@@ -63,7 +63,7 @@ def test_a_cost_that_cannot_be_shown_is_said_too() -> None:
     assert mentions(clean, "2.00", "1.5 better", "smoe, top 3;")
     assert "smoe 2.00%, smooth 2.10% and smoe, top 3 2.30%" in cost
     assert mentions(unseen, "ac ", "no 95%") and "smooth" not in unseen
-    assert mentions(change, "smooth", "less", "0.4 points", "95%", "0.2 to 0.6")
+    assert mentions(change, "smooth", "lowered", "0.4 points", "95%", "0.2 to 0.6")
     assert mentions(verdict(parse(stored_costs(["smoe"])))[-1], "smoe 2.00%", "95%")
     assert not any("2.00%" in sentence for sentence in verdict(parse(stored_costs(["smoe"], seeds=2))))  # no claim
 

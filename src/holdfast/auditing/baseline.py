@@ -41,14 +41,11 @@ class RadiusHistogram(Accumulator[Radii]):
         coarse = [float(fine[0]), *fine[1:-1].view(-1, FINER).sum(1).tolist(), float(fine[-1])]
         edges = [10 ** (DECADES[0] + place / PER_DECADE) for place in range((DECADES[1] - DECADES[0]) * PER_DECADE + 1)]
         counts = [int(count) for count in coarse]
-        return Radii(self.kind, self._median(fine), self._mean("low"), self._mean("none"), edges, counts)
-
-    def _median(self, fine: Tensor) -> float | None:
-        """Return the middle of the bin that contains the median, within 2% of it; 0 below all bins, None above them."""
+        # The middle of the bin that contains the median, within 2% of it; 0 below all bins, None above them.
         place = int((fine.cumsum(0) * 2 >= fine.sum()).nonzero()[0])
-        if place == 0:
-            return 0.0
-        return None if place == len(fine) - 1 else float(10 ** (DECADES[0] + (place - 0.5) / (PER_DECADE * FINER)))
+        median = 10 ** (DECADES[0] + (place - 0.5) / (PER_DECADE * FINER)) if place else 0.0
+        known = None if place == len(fine) - 1 else median
+        return Radii(self.kind, known, self._mean("low"), self._mean("none"), edges, counts)
 
 
 class Mean(Accumulator[float]):
@@ -156,16 +153,12 @@ class Baseline:
 
 def count_groups(counts: list[list[int]]) -> int:
     """Return the number of groups of used experts that no token connects, from the counts of co-selections."""
-    left = {expert for expert, row in enumerate(counts) if row[expert]}
-    found = 0
-    while left:
-        found += 1
-        reached = [left.pop()]
-        for expert in reached:
-            near = {other for other in left if counts[expert][other]}
-            left -= near
-            reached.extend(near)
-    return found
+    together = torch.tensor(counts, dtype=torch.float64)
+    used = together.diagonal() > 0
+    reached = together[used][:, used]
+    for _ in range(len(counts).bit_length()):  # each time, through paths of twice the length
+        reached = (reached @ reached > 0).double()
+    return len({tuple(row) for row in reached.tolist()})
 
 
 def _risk(entry: AtRisk) -> tuple[float, int, int, int]:

@@ -19,8 +19,7 @@ T tokens, R predictions (one per token for language models, one per image for cl
 """
 
 import statistics
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self, final
@@ -90,51 +89,31 @@ class Observation:
 
 def observe(audited: AuditedModel, batch: AuditBatch, *, perturb_input: PerturbInput | None = None) -> Observation:
     """Run the model on a batch and record it; `perturb_input` changes the input of every router."""
-    with ExitStack() as stack:
-        if perturb_input is not None:
-            stack.enter_context(_perturbing_hooks(audited, perturb_input))
-        captured = stack.enter_context(router_calls(audited.model))
-        routes = stack.enter_context(trace(audited.model))
-        recorded = stack.enter_context(_recording_hooks(audited))
-        out = audited.forward(batch.inputs)
-        routings = list(routes)
-        token_mask = None if routes.token_mask is None else routes.token_mask.reshape(-1)
-    layers = [LayerRecord(routing, **tensors) for routing, tensors in zip(routings, recorded, strict=True)]
-    return Observation(layers, list(captured), token_mask, _predictions(out, batch.labels), batch.size)
-
-
-@contextmanager
-def _recording_hooks(audited: AuditedModel) -> Iterator[list[dict[str, Any]]]:
-    """Record the inputs and outputs of every layer's experts, and the outputs of the layer."""
     recorded: list[dict[str, Any]] = [{} for _ in audited.moe_layers]
+
+    def perturb(layer: int, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        return None if perturb_input is None else ((perturb_input(layer, given[0]), *given[1:]), named)
+
+    def record_experts(layer: int, module: nn.Module, given: tuple[Any, ...], output: Tensor) -> None:
+        recorded[layer].update(tokens=_rows(given[0]), routed=_rows(output), weights=given[2].dtype)
+
+    def record_output(layer: int, module: nn.Module, given: tuple[Any, ...], output: Any) -> None:
+        recorded[layer]["output"] = _rows(output[0] if isinstance(output, tuple) else output)
+
     with own_hooks() as hooks:
-        for place, site in enumerate(audited.moe_layers):
-            hooks.after(site.experts, partial(_record_experts, recorded[place]))
-            hooks.after(site.block, partial(_record_output, recorded[place]))
-        yield recorded
-
-
-def _record_experts(record: dict[str, Any], module: nn.Module, given: tuple[Any, ...], output: Tensor) -> None:
-    record.update(tokens=_rows(given[0]), routed=_rows(output), weights=given[2].dtype)
-
-
-def _record_output(record: dict[str, Any], module: nn.Module, given: tuple[Any, ...], output: Any) -> None:
-    record["output"] = _rows(output[0] if isinstance(output, tuple) else output)
+        for layer, site in enumerate(audited.moe_layers):
+            hooks.before(audited.routes[layer], partial(perturb, layer))
+            hooks.after(site.experts, partial(record_experts, layer))
+            hooks.after(site.block, partial(record_output, layer))
+        with router_calls(audited.model) as captured, trace(audited.model) as routes:
+            out = audited.forward(batch.inputs)
+            layers = [LayerRecord(routing, **record) for routing, record in zip(routes, recorded, strict=True)]
+            token_mask = None if routes.token_mask is None else routes.token_mask.reshape(-1)
+    return Observation(layers, list(captured), token_mask, _predictions(out, batch.labels), batch.size)
 
 
 def _rows(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1, tensor.shape[-1])
-
-
-@contextmanager
-def _perturbing_hooks(audited: AuditedModel, perturb_input: PerturbInput) -> Iterator[None]:
-    def perturb(layer: int, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        return (perturb_input(layer, given[0]), *given[1:]), named
-
-    with own_hooks() as hooks:
-        for layer, route in enumerate(audited.routes):
-            hooks.before(route, partial(perturb, layer))
-        yield
 
 
 def _predictions(out: Any, labels: Tensor | None) -> Predictions | None:
@@ -239,7 +218,9 @@ class ForwardComparison:
     def tokens(self) -> int:
         return max(changes.tokens for changes in self.routes)
 
-    def compare(self, before: Observation, after: Observation, rows: list[Rows] | None = None) -> None:
+    def compare(
+        self, before: Observation, after: Observation, rows: list[Rows] | None = None, examples: Rows | None = None
+    ) -> None:
         """Compare two forwards; `rows` says for each layer which tokens to compare, by default all real tokens.
 
         Call it while the model is still perturbed, because it runs experts of the model.
@@ -247,7 +228,7 @@ class ForwardComparison:
         rows = [(before.real(layer),) * 2 for layer in range(len(before.layers))] if rows is None else rows
         for layer, pair in enumerate(rows):
             self.compare_layer(layer, before, after, pair)
-        self.compare_predictions(before, after, rows[0])
+        self.compare_predictions(before, after, rows[0], examples)
 
     def compare_layer(self, layer: int, before: Observation, after: Observation, rows: Rows) -> None:
         one, two = before.layers[layer], after.layers[layer]
@@ -256,19 +237,13 @@ class ForwardComparison:
         self.routes[layer].update(select_rows(one.routing, rows[0]), select_rows(two.routing, rows[1]))
         self.outputs[layer].update(split_change(self.audited.moe_layers[layer], one, two, rows))
 
-    def compare_predictions(self, before: Observation, after: Observation, rows: Rows | None = None) -> None:
-        """Compare the predictions at `rows`, by default at all real tokens; a classifier's predictions are all compared."""
-        if before.predictions is None or after.predictions is None:
-            return
-        rows = (before.real(0),) * 2 if rows is None else rows
-        self.compare_examples(before, after, rows if before.predictions.per_token else None)
-
-    def compare_examples(self, before: Observation, after: Observation, rows: Rows | None) -> None:
-        """Compare the predictions at `rows`, by default all."""
+    def compare_predictions(self, before: Observation, after: Observation, rows: Rows, examples: Rows | None = None) -> None:
+        """Compare the predictions of tokens at `rows`; those of a classifier at `examples`, by default all."""
         one, two = before.predictions, after.predictions
-        assert one is not None and two is not None
+        if one is None or two is None:
+            return
         every = torch.arange(len(one.best), device=one.best.device)
-        first, second = (every, every) if rows is None else (indices.to(every.device) for indices in rows)
+        first, second = (each.to(every.device) for each in (rows if one.per_token else examples or (every, every)))
         self.predictions.update(one.best[first], two.best[second])
         self.predicted += len(first)
         scored = (one.labels[first] == two.labels[second]) & (one.labels[first] != IGNORED)
@@ -289,21 +264,15 @@ class ForwardComparison:
         for layer, (routes, outputs) in enumerate(zip(self.routes, self.outputs, strict=True)):
             if routes.tokens:
                 found = routes.result()
+                changes = {"first_flips": found.first_flips, "weight_change": found.weight_change}
                 entry = Changes(
-                    layer=layer,
-                    tokens=routes.tokens,
-                    flips=found.fluctuation,
-                    first_flips=found.first_flips,
-                    weight_change=found.weight_change,
-                    output=outputs.result(),
+                    layer=layer, tokens=routes.tokens, flips=found.fluctuation, **changes, output=outputs.result()
                 )
                 layers.append(entry)
         parts = [entry.output for entry in layers]
         overall = Changes(
             tokens=self.tokens,
-            flips=_mean(layers, "flips"),
-            first_flips=_mean(layers, "first_flips"),
-            weight_change=_mean(layers, "weight_change"),
+            **{name: _mean(layers, name) for name in ("flips", "first_flips", "weight_change")},
             output=Outputs(*(_mean(parts, name) for name in ("total", "flip", "rest", "flip_share"))),
             prediction_flips=1 - self.predictions.result() if self.predicted else None,
             loss=self.losses.result() if self.losses.tokens else None,

@@ -18,9 +18,7 @@ T tokens, E experts, M orders, n times or widths
 """
 
 import heapq
-import statistics
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -32,23 +30,13 @@ from holdfast.auditing.forwards import Observation, observe
 from holdfast.auditing.layer_geometry import (
     LayerTokens,
     central_token,
-    named,
     nearest_jumps,
     output_along_normal,
     shares_within,
     slice_around,
     slice_through,
 )
-from holdfast.auditing.model_and_data import (
-    AuditBatch,
-    AuditedModel,
-    DataCounter,
-    TextEncoder,
-    audit_batches,
-    evaluation_mode,
-    resident,
-    token_place,
-)
+from holdfast.auditing.model_and_data import AuditBatch, AuditedModel, Measurement, Progress, evaluation_mode, resident
 from holdfast.auditing.reports import (
     Clusters,
     ClusterSpace,
@@ -74,6 +62,7 @@ from holdfast.auditing.reports import (
     TieOrder,
     Ties,
     Tsne,
+    known_mean,
 )
 from holdfast.auditing.run import perplexity_of, require_not_rerouted
 from holdfast.checked import from_mapping
@@ -96,15 +85,12 @@ from holdfast.geometry import (
 )
 from holdfast.hub import reroute, restore
 from holdfast.hub.layers import moe_layers
-from holdfast.hub.tracing import require_finite
 from holdfast.metrics.jump import FlipPoints
 from holdfast.metrics.tasks import IGNORED
 from holdfast.routing import Router
 from holdfast.routing.declarations import Order
 from holdfast.routing.layer_names import resolve_layers, routers_by_layer
-from holdfast.version import versions
 
-Progress = Callable[[int, str], None]  # (tokens done, what is being done)
 ORDERS = (1, 2, 3)
 WIDTHS = tuple(10.0 ** (-power / 4) for power in range(16, -1, -1))  # eps, in shares of a token's norm
 TIMES = tuple(10.0 ** (power / 4) for power in range(-8, 9))
@@ -147,21 +133,12 @@ def measure_geometry(
         print([layer.ties.orders[0].median for layer in report.layers])
     """
     checked = from_mapping(GeometrySettings, {"what_if": what_if, **settings})
-    audited = AuditedModel(model)
-    require_finite(model)
-    encoder = None if tokenizer is None else TextEncoder(tokenizer, audited.pad)
     inputs = list(texts_or_inputs) if isinstance(texts_or_inputs, Iterator) else texts_or_inputs  # read twice
-    run = _Run(audited, checked, encoder, progress, what_if_routers(audited, what_if))
-    started = time.monotonic()
-    with evaluation_mode(model), resident(audited.scorers()):
-        interrupted = run.consume(inputs)
-        if what_if is not None and not interrupted:
-            reroute(model, what_if)
-            try:
-                interrupted = run.consume_rerouted(inputs)
-            finally:
-                restore(model)
-    return run.report(name, interrupted, time.monotonic() - started)
+    run = _GeometryRun(model, tokenizer, checked, progress)
+    run.run(inputs)
+    if what_if is not None and not run.interrupted:
+        run.run_rerouted(inputs, what_if)
+    return run.report(name)
 
 
 def what_if_routers(audited: AuditedModel, name: str | None) -> list[Router | None]:
@@ -194,110 +171,77 @@ def what_if_routers(audited: AuditedModel, name: str | None) -> list[Router | No
 
 
 @final
-class _Run:
-    """The sums of a report in progress. A batch is added when all layers have been measured on it."""
+class _GeometryRun(Measurement):
+    """A report in progress. A batch counts when all layers have been measured on it."""
 
-    def __init__(
-        self,
-        audited: AuditedModel,
-        settings: GeometrySettings,
-        encoder: TextEncoder | None,
-        progress: Progress | None,
-        routers: list[Router | None],
-    ) -> None:
-        self.audited, self.settings, self.encoder, self.routers = audited, settings, encoder, routers
-        self.tell: Progress = progress or (lambda done, what: None)
-        self.layers = [LayerSums() for _ in audited.moe_layers]
+    def __init__(self, model: Any, tokenizer: Any, settings: GeometrySettings, progress: Progress | None) -> None:
+        super().__init__(model, tokenizer, settings, progress)
+        self.routers = what_if_routers(self.audited, settings.what_if)
+        self.layers = [LayerSums() for _ in self.routers]
         self.before, self.after = _Cost(len(self.layers)), _Cost(len(self.layers))
-        self.data = DataCounter()
 
-    def consume(self, inputs: Iterable[Any]) -> bool:
-        """Measure all batches; return whether the user interrupted. Raise KeyboardInterrupt if no batch was finished."""
-        try:
-            for batch in self._batches(inputs):
-                self.tell(self.data.tokens, "the model's own forward")
-                observed = observe(self.audited, batch)
-                observed.require_finite()
-                news = [self._measure(layer, observed, batch) for layer in range(len(self.layers))]
-                for layer, new in zip(self.layers, news, strict=True):
-                    layer.merge(new)
-                self.before.add(observed)
-                self.data.add(batch, batch.tokens or len(observed.real(0)))
-        except KeyboardInterrupt:
-            if not self.data.batches:
-                raise
-            return True
-        return False
+    def add(self, batch: AuditBatch) -> None:
+        self.tell(self.data.tokens, "the model's own forward")
+        observed = observe(self.audited, batch)
+        observed.require_finite()
+        news = [self._measure(layer, observed, batch) for layer in range(len(self.layers))]
+        for layer, new in zip(self.layers, news, strict=True):
+            layer.merge(new)
+        self.before.add(observed)
+        self.data.add(batch, batch.tokens or len(observed.real(0)))
 
-    def consume_rerouted(self, inputs: Iterable[Any]) -> bool:
-        """Run the rerouted model on the same batches; return whether the user interrupted."""
-        done = 0
-        try:
-            for batch in self._batches(inputs):
-                self.tell(done, f"the model with {self.settings.what_if}")
-                self.after.add(observe(self.audited, batch))
-                done += batch.tokens
-        except KeyboardInterrupt:
-            return True
-        return False
-
-    def _batches(self, inputs: Iterable[Any]) -> Iterator[AuditBatch]:
-        chosen = self.settings
-        return audit_batches(
-            inputs, self.audited, self.encoder, batch=chosen.batch, length=chosen.length, tokens=chosen.tokens
-        )
+    def run_rerouted(self, inputs: Iterable[Any], router: str) -> None:
+        """Run the rerouted model on the same batches, for its cost."""
+        done, model = 0, self.audited.model
+        with evaluation_mode(model), resident(self.audited.scorers()):
+            reroute(model, router)
+            try:
+                for batch in self.batches(inputs):
+                    self.tell(done, f"the model with {router}")
+                    self.after.add(observe(self.audited, batch))
+                    done += batch.tokens
+            except KeyboardInterrupt:
+                self.interrupted = True
+            finally:
+                restore(model)
 
     def _measure(self, layer: int, observed: Observation, batch: AuditBatch) -> "LayerSums":
         if self.layers[layer].reason is not None:
             return LayerSums()
         try:
-            tokens = LayerTokens.of(self.audited, layer, observed)
+            tokens = LayerTokens.of(self.audited, layer, observed, batch, self.encoder)
         except NoGeometry as reason:
             return LayerSums(reason=str(reason))
         pictures = batch.number == 0 and layer in spread(len(self.layers), self.settings.pictures)
         self.tell(self.data.tokens, f"layer {layer}: ties, walks and jumps{', pictures and t-SNE' if pictures else ''}")
-        measured = LayerBatch(layer, tokens, batch, self.encoder, self.settings, self.routers[layer])
+        measured = LayerBatch(layer, tokens, self.settings, self.routers[layer])
         before = observed.layers[layer - 1].routing.experts[:, 0][tokens.rows] if layer else None
         try:
             return measured.sums(self.layers[layer].walked, pictures, before)
         except ValueError as problem:
             raise ValueError(f"{self.audited.names[layer]}: {problem}") from None
 
-    def report(self, name: str | None, interrupted: bool, seconds: float) -> GeometryReport:
-        model, other = self.audited.describe(name), self.settings.what_if
+    def report(self, name: str | None) -> GeometryReport:
+        about, other = self.about(name), self.settings.what_if
         layers, refused = [], []
         for layer, sums in enumerate(self.layers):
-            about = (layer, model.layers[layer], model.routers[layer])
+            which = (layer, about["model"].layers[layer], about["model"].routers[layer])
             if sums.reason is not None or not sums.distances:
-                refused.append(RefusedLayer(*about, sums.reason or "there were no tokens."))
+                refused.append(RefusedLayer(*which, sums.reason or "there were no tokens."))
                 continue
             extra = None
             if other is not None and self.after.tokens:
                 extra = ExtraExperts(self.after.extra_shares(layer, sums.about["k"]), sums.laws.get("extra"))
-            layers.append(sums.result(*about, extra))
+            layers.append(sums.result(*which, extra))
         what_if = None
         if other is not None:
             after = self.after.numbers()
             cost = {key: Pair(before, after[key]) for key, before in self.before.numbers().items()}
-            what_if = GeometryWhatIf(other, cost, Pair(_mean_jump(layers, 0), _mean_jump(layers, 1)))
-        return GeometryReport(
-            status="interrupted" if interrupted else "complete",
-            model=model,
-            data=self.data.describe(),
-            settings=self.settings,
-            versions=versions(),
-            seconds=round(seconds, 3),
-            layers=layers,
-            refused=refused,
-            what_if=what_if,
-        ).as_stored()
-
-
-def _mean_jump(layers: list[MeasuredLayer], router: int) -> float | None:
-    """Return the mean jump over layers for the model's own router (0) or that of the what-if (1); None if not measured."""
-    means = [layer.jumps.routers[router].mean for layer in layers if len(layer.jumps.routers) > router]
-    known = [mean for mean in means if mean is not None]
-    return statistics.fmean(known) if known else None
+            jumps = (
+                known_mean(each.mean for layer in layers for each in layer.jumps.routers[place:][:1]) for place in (0, 1)
+            )
+            what_if = GeometryWhatIf(other, cost, Pair(*jumps))
+        return GeometryReport(**about, layers=layers, refused=refused, what_if=what_if).as_stored()
 
 
 def spread(count: int, most: int) -> list[int]:
@@ -363,7 +307,8 @@ class LayerSums:
             setattr(self, name, getattr(self, name) or getattr(other, name))
         self.exact = self.exact and other.exact
         self.walks, self.walked = self.walks + other.walks, self.walked + other.walked
-        self.largest = heapq.nlargest(LARGEST, [*self.largest, *other.largest], key=_size)
+        jumps = [*self.largest, *other.largest]
+        self.largest = heapq.nlargest(LARGEST, jumps, key=lambda jump: (jump.size or 0.0, -jump.batch, -jump.place))
 
     def result(self, layer: int, name: str, router: str, extra: ExtraExperts | None) -> MeasuredLayer:
         distances, lengths = torch.cat(self.distances), torch.cat(self.lengths)
@@ -373,6 +318,12 @@ class LayerSums:
             own = distances[:, place]
             orders.append(TieOrder(order, shares_within(own, WIDTHS), float(own.median()), **laws))
         sizes = [JumpSizes(float(row.mean()), float(row.median()), float(row.max())) for row in torch.cat(self.jumps, dim=1)]
+        hitting = None
+        if self.walked:
+            lower, upper = (torch.stack(self.bounds).sum(0) / self.walked).tolist()
+            simulated, seen = (torch.stack(self.exits).sum(0) / self.walks).tolist(), torch.cat(self.exit_orders)
+            of_order_1 = float((seen == 1).double().mean()) if len(seen) else None
+            hitting = Hitting(list(TIMES), lower, upper, simulated, self.walked, self.walks, of_order_1)
         return MeasuredLayer(
             layer=layer,
             name=name,
@@ -381,23 +332,12 @@ class LayerSums:
             tokens=len(distances),
             norm=Norms(float(lengths.mean()), float(lengths.std(correction=0))),
             ties=Ties(list(WIDTHS), self.exact, orders),
-            hitting=self._hitting() if self.walked else None,
+            hitting=hitting,
             jumps=Jumps(sizes, self.largest),
             pictures=self.pictures,
             theory=self.theory,
             what_if=extra,
         )
-
-    def _hitting(self) -> Hitting:
-        lower, upper = (torch.stack(self.bounds).sum(0) / self.walked).tolist()
-        shares = (torch.stack(self.exits).sum(0) / self.walks).tolist()
-        seen = torch.cat(self.exit_orders)
-        of_order_1 = float((seen == 1).double().mean()) if len(seen) else None
-        return Hitting(list(TIMES), lower, upper, shares, self.walked, self.walks, of_order_1)
-
-
-def _size(entry: Jump) -> tuple[float, int, int]:
-    return entry.size or 0.0, -entry.batch, -entry.place
 
 
 @final
@@ -407,8 +347,6 @@ class LayerBatch:
 
     layer: int
     tokens: LayerTokens
-    batch: AuditBatch
-    encoder: TextEncoder | None
     settings: GeometrySettings
     router: Router | None
 
@@ -429,7 +367,7 @@ class LayerBatch:
             raise ValueError("all tokens that reach this layer are 0; the checkpoint's weights before it are 0.")
         distances, sums.exact = tokens.tie_distances(ORDERS)
         sums.distances.append(distances)
-        if self.batch.number == 0:
+        if tokens.batch.number == 0:
             sums.laws = self._laws_of_ball()
         if walked < self.settings.walking:
             self._add_walks(sums, self.settings.walking - walked)
@@ -460,25 +398,23 @@ class LayerBatch:
         order = Order(weight, tokens.keys.bias)
         share = thickening_share(order, rows, tokens.k, widths, orders=ORDERS, most_sets=MOST_SETS, seed=seed)
         laws: dict[str, list[Any]] = {"law": share.exact.clamp_max(1).tolist(), "asymptotic": share.law.tolist()}
-        if self.router is not None and self.strip is not None and self._has_logits(self.router):
+        if self.router is not None and self.strip is not None:
+            # A law is known if the router's logits are the keys, up to a number that all experts of a token share.
+            logits = tokens.route(tokens.tokens[:1], torch.zeros(1, dtype=torch.int64), self.router).logits.double()
+            keys = tokens.keys.logits[:1]
+            if not torch.allclose(logits - logits.mean(), keys - keys.mean(), rtol=1e-3, atol=1e-4):
+                return laws
             eps = torch.tensor([self.strip], dtype=torch.float64)
             extra = [extra_experts_law(weight, tokens.k, eps, share.radius, m=m, draws=DRAWS, seed=seed) for m in ORDERS]
             laws["extra"] = [min(1.0, float(each)) for each in extra]
         return laws
-
-    def _has_logits(self, router: Router) -> bool:
-        """Return whether the router's logits are the keys, up to a number that is the same for all experts of a token."""
-        first = torch.zeros(1, dtype=torch.int64)
-        logits = self.tokens.route(self.tokens.tokens[:1], first, router).logits.double().cpu()
-        keys = self.tokens.keys.logits[:1]
-        return torch.allclose(logits - logits.mean(), keys - keys.mean(), rtol=1e-3, atol=1e-4)
 
     def _add_walks(self, sums: LayerSums, most: int) -> None:
         """Walk from some of the tokens. Noise of a walk at time t: noise |x| sqrt(t / d) a feature."""
         tokens, chosen = self.tokens, self.tokens.spread(most)
         speeds = (self.settings.noise * tokens.lengths).square() / tokens.tokens.shape[1]
         instants = torch.tensor(TIMES, dtype=torch.float64)
-        seed = self.settings.seed + 1_000_003 * self.batch.number + 7919 * self.layer
+        seed = self.settings.seed + 1_000_003 * tokens.batch.number + 7919 * self.layer
         for rows, order in tokens.groups():
             rows = rows[torch.isin(rows, chosen)]
             if not len(rows):
@@ -502,7 +438,7 @@ class LayerBatch:
         sums.jumps.append(relative)
         for place in relative[0].argsort(descending=True, stable=True)[:LARGEST].tolist():
             jump = Jump(
-                **vars(token_place(self.batch, int(tokens.rows[place]), self.encoder)),
+                **vars(tokens.place(place)),
                 size=float(relative[0, place]),
                 size_with_what_if=float(relative[1, place]) if self.router is not None else None,
                 distance=float(flips.distances[place] / tokens.lengths[place]),
@@ -523,13 +459,12 @@ class LayerBatch:
             lambda: slice_around(tokens, central, self.router),
         ):
             try:
-                slices.append(named(draw(), tokens, self.batch, self.encoder))
+                slices.append(draw())
             except ValueError:  # parallel boundaries, or fewer than three tokens with different experts
                 continue
-        place = token_place(self.batch, int(tokens.rows[central]), self.encoder)
         distance = float(flips.distances[central] / tokens.lengths[central])
-        normal = output_along_normal(tokens, flips, central, self.router)
-        return Pictures(DrawnToken(**vars(place), distance=distance), slices, normal)
+        token = DrawnToken(**vars(tokens.place(central)), distance=distance)
+        return Pictures(token, slices, output_along_normal(tokens, flips, central, self.router))
 
     def _theory(self, before: Tensor | None) -> Theory:
         """Return the statements that apply, and the reason for each that does not."""
@@ -564,7 +499,7 @@ class LayerBatch:
 
     def _entropy(self) -> Entropies:
         """Return the entropies of the first sequence, with similarity of router inputs at its default temperature."""
-        tokens, ids = self.tokens, self.batch.ids
+        tokens, ids = self.tokens, self.tokens.batch.ids
         first = tokens.tokens if ids is None else tokens.tokens[tokens.rows < ids.shape[1]]
         if len(first) < 2:
             raise ValueError("the first sequence has fewer than two tokens.")

@@ -93,18 +93,10 @@ def certify_layer(
     """Return a certificate for each token of one layer in one forward, in the arithmetic that its router uses."""
     options = options or CertificateOptions()
     call, subject = observed.router_calls[layer], audited.certified(layer)
-    tokens, context = _gate_inputs(call)
+    tokens, context = gate_inputs(call)
     computed = torch.float32 if isinstance(subject, Router) or tokens.dtype == torch.float64 else tokens.dtype
     try:
-        return certify(
-            subject,
-            tokens,
-            context,
-            norm=options.norm,
-            arithmetic=computed,
-            rounding=options.rounding,
-            smoothing=options.smoothing,
-        )
+        return certify(subject, tokens, context, arithmetic=computed, **vars(options))
     except NoCertificate:
         if options.smoothing is None or isinstance(subject, Router):
             raise
@@ -116,11 +108,11 @@ def undecided_tokens(
     audited: AuditedModel, layer: int, observed: Observation, dtype: torch.dtype, rounding: Rounding = "worst"
 ) -> Tensor:
     """Return which tokens (T,) of one layer may flip when scores are computed in `dtype`."""
-    tokens, context = _gate_inputs(observed.router_calls[layer])
+    tokens, context = gate_inputs(observed.router_calls[layer])
     return undecided(audited.certified(layer), tokens, dtype, context, rounding=rounding).reshape(-1)
 
 
-def _gate_inputs(call: RouterCall) -> tuple[Tensor, Any]:
+def gate_inputs(call: RouterCall) -> tuple[Tensor, Any]:
     """Return the tokens and the context of a call; a native gate reads rows of tokens and no context."""
     return (call.tokens, call.context) if isinstance(call.route, Router) else (call.tokens.flatten(0, -2), None)
 

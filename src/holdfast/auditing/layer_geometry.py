@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from holdfast.auditing.forwards import Observation
-from holdfast.auditing.layer_certificates import route_again
+from holdfast.auditing.layer_certificates import gate_inputs, route_again
 from holdfast.auditing.model_and_data import AuditBatch, AuditedModel, TextEncoder, token_place
-from holdfast.auditing.reports import Boundaries, Mark, Normal, Slice, TieOrder
+from holdfast.auditing.reports import Boundaries, Mark, Normal, Slice, TieOrder, TokenPlace
 from holdfast.geometry import AffineKeys, affine_keys, affine_order, nearest_ties
 from holdfast.geometry.slices import Plane, PlaneKeys, grid, plane_through, slice_ties
 from holdfast.hub import RouterCall
@@ -55,17 +55,17 @@ class LayerTokens:
     keys: AffineKeys
     k: int
     weights: torch.dtype  # of gate weights, as the experts get them
+    batch: AuditBatch
+    encoder: TextEncoder | None
 
     @classmethod
-    def of(cls, audited: AuditedModel, layer: int, observed: Observation) -> "LayerTokens":
+    def of(
+        cls, audited: AuditedModel, layer: int, observed: Observation, batch: AuditBatch, encoder: TextEncoder | None = None
+    ) -> "LayerTokens":
         """Return the tokens of one layer; raise NoGeometry with the reason if its keys are not affine."""
         call, record, rows = observed.router_calls[layer], observed.layers[layer], observed.real(layer)
         flat = call.tokens.reshape(-1, call.tokens.shape[-1])
-        subject = audited.certified(layer)
-        if isinstance(subject, Router):
-            order, k = affine_order(subject, call.tokens, call.context)
-        else:
-            order, k = affine_order(subject, flat)
+        order, k = affine_order(audited.certified(layer), *gate_inputs(call))
         places = rows.cpu()
         return cls(
             audited.moe_layers[layer],
@@ -77,11 +77,17 @@ class LayerTokens:
             keys=affine_keys(order, flat).rows(places),
             k=k,
             weights=record.weights,
+            batch=batch,
+            encoder=encoder,
         )
 
     @property
     def experts(self) -> int:
         return self.keys.experts
+
+    def place(self, token: int) -> TokenPlace:
+        """Return where a token is in the data, with the text around it."""
+        return token_place(self.batch, int(self.rows[token]), self.encoder)
 
     @cached_property
     def lengths(self) -> Tensor:
@@ -260,18 +266,12 @@ def _slice(
         points=_joined(ties.points / unit, ties.triples),
         disagree=int((member & ~routings[0].chosen.cpu()).any(1).sum()),
         extra=[each.view(GRID, GRID).tolist() if bool(each.any()) else None for each in extra],
-        tokens=[Mark(number, x, y, None) for number, (x, y) in zip(tokens, marks, strict=True)],
+        tokens=[Mark(number, x, y, layer.place(number).text) for number, (x, y) in zip(tokens, marks, strict=True)],
     )
 
 
 def _joined(places: Tensor, experts: Tensor) -> list[list[float]]:
     return [[*place, *tied] for place, tied in zip(places.tolist(), experts.tolist(), strict=True)]
-
-
-def named(found: Slice, layer: LayerTokens, batch: AuditBatch, encoder: TextEncoder | None) -> Slice:
-    """Return the slice with the texts of its tokens."""
-    texts = [token_place(batch, int(layer.rows[mark.token]), encoder).text for mark in found.tokens]
-    return replace(found, tokens=[replace(mark, text=text) for mark, text in zip(found.tokens, texts, strict=True)])
 
 
 def central_token(layer: LayerTokens, flips: FlipPoints) -> int:
@@ -291,7 +291,7 @@ def near_boundaries(
     known: dict[int, LayerTokens] = {}
     for layer in range(len(audited.moe_layers)):
         try:
-            tokens = LayerTokens.of(audited, layer, observed)
+            tokens = LayerTokens.of(audited, layer, observed, batch, encoder)
         except ValueError as reason:  # its ties are not flats
             found.append(Boundaries(str(reason)))
             continue
@@ -310,7 +310,7 @@ def near_boundaries(
             drawn = slice_around(tokens, central_token(tokens, tokens.flips()))
         except ValueError:  # there are no two boundaries with different normals
             return found
-        found[worst] = replace(found[worst], slice=named(drawn, tokens, batch, encoder))
+        found[worst] = replace(found[worst], slice=drawn)
     return found
 
 

@@ -6,9 +6,11 @@ time. The weights of a model larger than memory may be offloaded to disk (accele
 
 import hashlib
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any, final
 
@@ -26,11 +28,12 @@ from holdfast.data.labelled_texts import flat_texts
 from holdfast.data.tokenizers import is_bare
 from holdfast.hub.layers import MoELayerRef, moe_layers
 from holdfast.hub.replacements import gate_weight
-from holdfast.hub.tracing import require_known_tokens, routing_modules
+from holdfast.hub.tracing import require_finite, require_known_tokens, routing_modules
 from holdfast.layers.moe import LAYER_NAMES
 from holdfast.metrics import Boundary, boundary_of, levels_of
 from holdfast.metrics.tasks import IGNORED
 from holdfast.routing import Router
+from holdfast.version import versions
 
 CONTEXT = 4  # tokens shown before and after a token
 
@@ -48,13 +51,9 @@ def resident(modules: Iterable[nn.Module]) -> Iterator[None]:
                 if getattr(hook, "offload", False):
                     hook.pre_forward(part)
                     hook.offload = False  # so that a forward neither loads nor offloads them
-                    stack.callback(_offload, part, hook)
+                    stack.callback(hook.post_forward, part, None)
+                    stack.callback(setattr, hook, "offload", True)  # before `post_forward`
         yield
-
-
-def _offload(module: nn.Module, hook: Any) -> None:
-    hook.offload = True
-    hook.post_forward(module, None)
 
 
 @final
@@ -73,8 +72,16 @@ class AuditedModel:
                 )
         self.routes: list[nn.Module] = [module for _, module, _ in routing_modules(model)]
         self.names: list[str] = [name for name, _, _ in routing_modules(model)]
-        self._takes = inspect.signature(model.forward).parameters
-        self._cached = "use_cache" in self._takes or hasattr(model.config, "use_cache")
+        config, kind, takes = model.config, type(model).__name__, inspect.signature(model.forward).parameters
+        self.predicts_next = "CausalLM" in kind or "LMHead" in kind  # whether it is a causal language model
+        is_classifier = "ForSequenceClassification" in kind
+        # The number of classes; 0 if it does not classify sequences: one output is a number, not a class.
+        self.classes = int(config.num_labels) if is_classifier and config.num_labels > 1 else 0
+        # Models that read in both directions classify a text by its first token.
+        self.pools_first_token = is_classifier and getattr(config, "is_decoder", True) is False
+        self.takes_positions = "position_ids" in takes
+        self.pad = int(getattr(config, "pad_token_id", None) or 0)
+        self._cached = "use_cache" in takes or hasattr(config, "use_cache")
 
     @property
     def device(self) -> torch.device:
@@ -84,44 +91,12 @@ class AuditedModel:
             return device
         return torch.device(getattr(getattr(self.model, "_hf_hook", None), "execution_device", None) or "cpu")
 
-    @property
-    def dtype(self) -> torch.dtype:
-        dtype: torch.dtype = self.model.dtype
-        return dtype
-
-    @property
-    def predicts_next(self) -> bool:
-        """Return whether it is a causal language model."""
-        name = type(self.model).__name__
-        return "CausalLM" in name or "LMHead" in name
-
-    @property
-    def classes(self) -> int:
-        """Return the number of classes of a model that classifies sequences; 0 if it does not."""
-        is_classifier = "ForSequenceClassification" in type(self.model).__name__
-        count = int(self.model.config.num_labels) if is_classifier else 0
-        return count if count > 1 else 0  # one output is a number, not a class
-
-    @property
-    def pools_first_token(self) -> bool:
-        """Return whether it classifies a text by its first token, as models do that read in both directions."""
-        is_classifier = "ForSequenceClassification" in type(self.model).__name__
-        return is_classifier and getattr(self.model.config, "is_decoder", True) is False
-
-    @property
-    def takes_positions(self) -> bool:
-        return "position_ids" in self._takes
-
-    @property
-    def pad(self) -> int:
-        return int(getattr(self.model.config, "pad_token_id", None) or 0)
-
     def forward(self, inputs: dict[str, Tensor]) -> Any:
         """Run the model with inputs on its device, floating-point inputs in its dtype, and no KV cache."""
         if "input_ids" in inputs:
             require_known_tokens(self.model, inputs["input_ids"])
-        placed = {name: tensor.to(self.device) for name, tensor in inputs.items()}
-        placed = {name: tensor.to(self.dtype) if tensor.is_floating_point() else tensor for name, tensor in placed.items()}
+        dtypes = {name: self.model.dtype if each.is_floating_point() else each.dtype for name, each in inputs.items()}
+        placed = {name: each.to(self.device, dtypes[name]) for name, each in inputs.items()}
         options = {"use_cache": False} if self._cached and "input_ids" in inputs else {}
         return self.model(**placed, **options)
 
@@ -156,18 +131,16 @@ class AuditedModel:
         return [self.routes[layer] if site.family is None else site.gate for layer, site in enumerate(self.moe_layers)]
 
     def describe(self, name: str | None) -> ModelDescription:
-        config, routers = self.model.config, [site.router for site in self.moe_layers]
+        config, parts = self.model.config, [site.router.parts if site.router else () for site in self.moe_layers]
         return ModelDescription(
             name=name or getattr(config, "_name_or_path", None) or type(self.model).__name__,
             type=config.model_type,
             architecture=type(self.model).__name__,
-            dtype=str(self.dtype).removeprefix("torch."),
+            dtype=str(self.model.dtype).removeprefix("torch."),
             parameters=sum(parameter.numel() for parameter in self.model.parameters()),
             layers=self.names,
             experts=[site.size[1] for site in self.moe_layers],
-            routers=[
-                "native" if router is None else " ".join(type(part).__name__ for part in router.parts) for router in routers
-            ],
+            routers=[" ".join(type(part).__name__ for part in each) or "native" for each in parts],
         )
 
 
@@ -184,6 +157,53 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
+Progress = Callable[[int, str], None]  # (tokens done, what is being done)
+
+
+class Measurement(ABC):
+    """A measurement of a model on batches of data, until they end or the user interrupts it (abstract).
+
+    A batch counts when everything has been measured on it.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, settings: Any, progress: Progress | None) -> None:
+        self.audited = AuditedModel(model)
+        require_finite(model)
+        self.encoder = None if tokenizer is None else TextEncoder(tokenizer, self.audited.pad)
+        self.settings, self.data, self.interrupted, self.started = settings, DataCounter(), False, time.monotonic()
+        self.tell: Progress = progress or (lambda done, what: None)
+
+    @abstractmethod
+    def add(self, batch: "AuditBatch") -> None:
+        """Measure one batch."""
+
+    def batches(self, inputs: Iterable[Any]) -> "Iterator[AuditBatch]":
+        limits = {"batch": self.settings.batch, "length": self.settings.length, "tokens": self.settings.tokens}
+        return audit_batches(inputs, self.audited, self.encoder, **limits)
+
+    def run(self, inputs: Iterable[Any]) -> None:
+        """Measure all batches, or those before Ctrl-C; raise KeyboardInterrupt if none was finished."""
+        with evaluation_mode(self.audited.model), resident(self.audited.scorers()):
+            try:
+                for batch in self.batches(inputs):
+                    self.add(batch)
+            except KeyboardInterrupt:
+                if not self.data.batches:
+                    raise
+                self.interrupted = True
+
+    def about(self, name: str | None) -> dict[str, Any]:
+        """Return what every report says about how it was made."""
+        return {
+            "status": "interrupted" if self.interrupted else "complete",
+            "model": self.audited.describe(name),
+            "data": self.data.describe(),
+            "settings": self.settings,
+            "versions": versions(),
+            "seconds": round(time.monotonic() - self.started, 3),
+        }
+
+
 @contextmanager
 def weights_in_dtype(
     modules: list[nn.Module], dtype: torch.dtype, *, only_rounded: bool = False, keep: Iterable[nn.Parameter] = ()
@@ -192,10 +212,8 @@ def weights_in_dtype(
 
     keep    weights that stay as they are
     """
-    kept = {id(parameter) for parameter in keep}
-    parameters = {id(parameter): parameter for module in modules for parameter in module.parameters()}
-    parameters = {key: parameter for key, parameter in parameters.items() if key not in kept}
-    originals = [(parameter, parameter.data) for parameter in parameters.values() if parameter.is_floating_point()]
+    parameters = {parameter for module in modules for parameter in module.parameters()} - set(keep)
+    originals = [(parameter, parameter.data) for parameter in parameters if parameter.is_floating_point()]
     try:
         for parameter, data in originals:
             rounded = data.to(dtype)
@@ -243,6 +261,16 @@ class AuditBatch:
         """Return the attention mask if it is (B,N), one entry per token; otherwise None."""
         mask = self.inputs.get("attention_mask")
         return mask if mask is not None and mask.dim() == 2 else None
+
+    def sequences(self, rows: slice, positions: Tensor | None = None) -> "AuditBatch":
+        """Return some of the sequences; if `positions` are given, only these of each."""
+
+        def cut(tensor: Tensor) -> Tensor:
+            has_positions = positions is not None and tensor.dim() == 2 and tensor.shape[1] > int(positions.max())
+            return tensor[rows][:, positions] if has_positions else tensor[rows]
+
+        inputs = {name: cut(tensor) for name, tensor in self.inputs.items()}
+        return replace(self, inputs=inputs, labels=None if self.labels is None else cut(self.labels))
 
 
 @final
@@ -380,18 +408,15 @@ def audit_batches(
 
 def from_texts(texts: Iterable[str], encoder: TextEncoder, *, batch: int, length: int) -> Iterator[AuditBatch]:
     """Yield batches of texts; long texts are cut into several sequences, empty ones are skipped."""
-    waiting: list[str] = []
-    number = 0
-    for text in texts:
-        if not isinstance(text, str):
-            raise ValueError(f"one of the texts is a {type(text).__name__}; give strings only, or batches only.")
-        for piece in encoder.pieces(text, length) if text.strip() else ():
-            waiting.append(piece)
-            if len(waiting) == batch:
-                yield encoder.batch(number, waiting, length)
-                waiting, number = [], number + 1
-    if waiting:
-        yield encoder.batch(number, waiting, length)
+
+    def pieces() -> Iterator[str]:
+        for text in texts:
+            if not isinstance(text, str):
+                raise ValueError(f"one of the texts is a {type(text).__name__}; give strings only, or batches only.")
+            yield from encoder.pieces(text, length) if text.strip() else ()
+
+    for number, some in enumerate(batched(pieces(), batch)):
+        yield encoder.batch(number, some, length)
 
 
 def from_batches(batches: Iterable[Any], audited: AuditedModel) -> Iterator[AuditBatch]:
@@ -421,10 +446,9 @@ def from_labelled(
 
 
 def batched(things: Iterable[Any], size: int) -> Iterator[list[Any]]:
-    """Yield lists of `size` things; the last one may be shorter."""
+    """Return lists of `size` things; the last one may be shorter."""
     rest = iter(things)
-    while some := list(islice(rest, size)):
-        yield some
+    return iter(lambda: list(islice(rest, size)), [])
 
 
 def labelled_batch(
@@ -444,7 +468,8 @@ def labelled_batch(
         rows.append(torch.tensor(found["input_ids"], dtype=torch.int64))
         types.append(torch.tensor(found.get("token_type_ids", [0] * len(rows[-1])), dtype=torch.int64))
         if encoder.has_spans:
-            of_pair = _in_second_text(found, len(rows[-1]))[:, None]
+            texts = found.sequence_ids(0) if hasattr(found, "sequence_ids") else found.get("sequence_ids", [0])
+            of_pair = np.array([[text == 1] for text in texts], dtype=bool)  # (T,1): of the second text
             offsets = np.array(found["offset_mapping"], dtype=np.int64).reshape(-1, 2)
             spans.append(offsets * ~of_pair)
             if one.pair is not None:
@@ -457,12 +482,6 @@ def labelled_batch(
     labels = torch.tensor([int(one.label) for one in examples]) if classes else None
     spans += spans_of_second
     return AuditBatch(number, inputs, labels, tuple(flat_texts(examples)), tuple(spans) or None, tuple(examples))
-
-
-def _in_second_text(found: Any, count: int) -> Any:
-    """Return (T,) bool: which tokens of an encoded pair belong to its second text."""
-    numbers = found.sequence_ids(0) if hasattr(found, "sequence_ids") else found.get("sequence_ids", [0] * count)
-    return np.array([number == 1 for number in numbers], dtype=bool)
 
 
 def token_place(batch: AuditBatch, row: int, encoder: TextEncoder | None) -> TokenPlace:

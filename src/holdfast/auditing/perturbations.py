@@ -101,7 +101,7 @@ class ModelDtype(Perturbation):
     """Run the whole model in another dtype: bfloat16, or float32 if the model is not in float32."""
 
     def __init__(self, audited: AuditedModel) -> None:
-        self.dtype = torch.bfloat16 if audited.dtype == torch.float32 else torch.float32
+        self.dtype = torch.bfloat16 if audited.model.dtype == torch.float32 else torch.float32
         short = "bf16" if self.dtype == torch.bfloat16 else "fp32"
         self.name, self.about = f"model.{short}", f"the whole model in {short}"
 
@@ -162,20 +162,13 @@ class SingleSequence(Perturbation):
             real = None if mask is None else mask[sequence].bool().nonzero().flatten()
             if real is not None and not len(real):
                 continue
-            observed = observe(audited, _single_sequence(batch, sequence, real))
-            rows = [self._rows(clean, layer, sequence, real) for layer in range(len(clean.layers))]
-            if clean.predictions is None or clean.predictions.per_token:
-                comparison.compare(clean, observed, rows)
-                continue
-            for layer, pair in enumerate(rows):
-                comparison.compare_layer(layer, clean, observed, pair)
-            comparison.compare_examples(clean, observed, (torch.tensor([sequence]), torch.tensor([0])))
-
-    def _rows(self, clean: Observation, layer: int, sequence: int, real: Tensor | None) -> Rows:
-        length = len(clean.layers[layer].tokens) // clean.sequences  # Swin has shorter sequences in later layers
-        device = clean.layers[layer].tokens.device
-        positions = torch.arange(length, device=device) if real is None else real.to(device)
-        return sequence * length + positions, torch.arange(len(positions), device=device)
+            observed = observe(audited, batch.sequences(slice(sequence, sequence + 1), real))
+            rows: list[Rows] = []
+            for record in clean.layers:
+                length = len(record.tokens) // clean.sequences  # Swin has shorter sequences in later layers
+                positions = (torch.arange(length) if real is None else real).to(record.tokens.device)
+                rows.append((sequence * length + positions, torch.arange(len(positions), device=positions.device)))
+            comparison.compare(clean, observed, rows, examples=(torch.tensor([sequence]), torch.tensor([0])))
 
 
 @final
@@ -219,17 +212,6 @@ class ExtraPadding(Perturbation):
     def _pad(self, tensor: Tensor, value: int) -> Tensor:
         more = tensor.new_full((tensor.shape[0], PADDED), value)
         return torch.cat([more, tensor] if self.side == "left" else [tensor, more], dim=1)
-
-
-def _single_sequence(batch: AuditBatch, sequence: int, real: Tensor | None) -> AuditBatch:
-    """Return a batch with one sequence only; if `real` is given, with only these positions of it."""
-
-    def cut(name: str, tensor: Tensor) -> Tensor:
-        row = tensor[sequence : sequence + 1]
-        return row if real is None or tensor.dim() != 2 or tensor.shape[1] <= int(real.max()) else row[:, real]
-
-    inputs = {name: cut(name, tensor) for name, tensor in batch.inputs.items()}
-    return replace(batch, inputs=inputs, labels=None if batch.labels is None else cut("labels", batch.labels))
 
 
 @final
@@ -307,7 +289,9 @@ class Attack(Perturbation):
     def run(self, audited: AuditedModel, batch: AuditBatch, clean: Observation, comparison: ForwardComparison) -> None:
         if batch.number:
             return
-        attacked_batch = self._first_sequences(batch, clean)
+        # Whole sequences, with about `tokens` tokens: informers mix the gates of a whole sequence.
+        count = max(1, self.tokens * clean.sequences // len(clean.layers[0].tokens))
+        attacked_batch = batch.sequences(slice(count))
         observed = observe(audited, attacked_batch)
         perturbations = []
         for layer, record in enumerate(observed.layers):
@@ -322,14 +306,7 @@ class Attack(Perturbation):
             comparison.compare_layer(layer, observed, perturbed, (observed.real(layer), observed.real(layer)))
             comparison.details.append({"layer": layer, **summary})
         all_perturbed = observe(audited, attacked_batch, perturb_input=lambda layer, tokens: tokens + perturbations[layer])
-        comparison.compare_predictions(observed, all_perturbed)
-
-    def _first_sequences(self, batch: AuditBatch, clean: Observation) -> AuditBatch:
-        """Return the first whole sequences with about `tokens` tokens: informers mix the gates of a whole sequence."""
-        length = len(clean.layers[0].tokens) // clean.sequences
-        count = max(1, self.tokens // length)
-        inputs = {name: tensor[:count] for name, tensor in batch.inputs.items()}
-        return replace(batch, inputs=inputs, labels=None if batch.labels is None else batch.labels[:count])
+        comparison.compare_predictions(observed, all_perturbed, (observed.real(0), observed.real(0)))
 
     def _attack(self, observed: Observation, layer: int) -> tuple[Tensor, dict[str, Any]]:
         """Return the attacked inputs of one router, and a summary of the attack."""

@@ -5,6 +5,7 @@ cannot store. Two reports of the same model, data and settings differ only in `s
 """
 
 import math
+import statistics
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -34,6 +35,12 @@ def require_lengths(length: int, what: str, *rows: Sequence[Any] | None) -> None
     """Raise ValueError if a row has another length."""
     if any(row is not None and len(row) != length for row in rows):
         raise ValueError(f"it needs {what}.")
+
+
+def known_mean(values: Iterable[float | None]) -> float | None:
+    """Return the mean of the values that are known; None if there are none."""
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
 
 
 @dataclass(frozen=True)

@@ -4,23 +4,13 @@
 """
 
 import math
-import statistics
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, final
 
 from holdfast.attacks import ATTACKS
 from holdfast.auditing.baseline import Baseline
-from holdfast.auditing.forwards import ForwardComparison, Observation, observe
-from holdfast.auditing.model_and_data import (
-    AuditBatch,
-    AuditedModel,
-    DataCounter,
-    TextEncoder,
-    audit_batches,
-    evaluation_mode,
-    resident,
-)
+from holdfast.auditing.forwards import ForwardComparison, observe
+from holdfast.auditing.model_and_data import AuditBatch, AuditedModel, Measurement, Progress, TextEncoder, resident
 from holdfast.auditing.perturbations import (
     Attack,
     Backend,
@@ -43,15 +33,14 @@ from holdfast.auditing.reports import (
     Settings,
     SkippedPerturbation,
     WhatIf,
+    known_mean,
 )
 from holdfast.checked import from_mapping
 from holdfast.errors import unknown_name
 from holdfast.hub import reroute, restore
 from holdfast.hub.layers import MoELayerRef
 from holdfast.hub.replacements import ReroutedGate
-from holdfast.hub.tracing import require_finite
 from holdfast.routing.layer_names import resolve_layers, routers_by_layer
-from holdfast.version import versions
 
 PERTURBATIONS = {
     "none": "the same forward twice: nothing may change",
@@ -117,9 +106,6 @@ def perturbations(settings: Settings, audited: AuditedModel, encoder: TextEncode
     return [perturbation for name in _in_order(settings) for perturbation in by_name[name]]
 
 
-Progress = Callable[[int, str], None]  # (tokens done, what is being done)
-
-
 def audit(
     model: Any,
     texts_or_inputs: Iterable[Any],
@@ -149,46 +135,23 @@ def audit(
         print(report.overall.flips)
     """
     checked = audit_settings((perturb,) if isinstance(perturb, str) else perturb, noise, **settings)
-    audited = AuditedModel(model)
-    require_finite(model)
-    encoder = None if tokenizer is None else TextEncoder(tokenizer, audited.pad)
-    run = _Run(audited, checked, encoder, progress)
-    started = time.monotonic()
-    with evaluation_mode(model), resident(audited.scorers()):
-        batches = audit_batches(
-            texts_or_inputs, audited, encoder, batch=checked.batch, length=checked.length, tokens=checked.tokens
-        )
-        interrupted = run.consume(batches)
-    return run.report(name, interrupted, time.monotonic() - started)
+    run = _Audit(model, tokenizer, checked, progress)
+    run.run(texts_or_inputs)
+    return run.report(name)
 
 
 @final
-class _Run:
-    """The sums of an audit in progress. A batch is added when all perturbations have been run on it."""
+class _Audit(Measurement):
+    """An audit in progress. A batch counts when all perturbations have been run on it."""
 
-    def __init__(
-        self, audited: AuditedModel, settings: Settings, encoder: TextEncoder | None, progress: Progress | None
-    ) -> None:
-        self.audited, self.settings, self.encoder = audited, settings, encoder
-        self.tell: Progress = progress or (lambda done, what: None)
-        self.perturbations = perturbations(settings, audited, encoder)
-        self.baseline = Baseline(audited, settings.at_risk)
-        self.comparisons = {one.name: ForwardComparison(audited) for one in self.perturbations}
+    def __init__(self, model: Any, tokenizer: Any, settings: Settings, progress: Progress | None) -> None:
+        super().__init__(model, tokenizer, settings, progress)
+        self.perturbations = perturbations(settings, self.audited, self.encoder)
+        self.baseline = Baseline(self.audited, settings.at_risk)
+        self.comparisons = {one.name: ForwardComparison(self.audited) for one in self.perturbations}
         self.skipped: dict[str, str] = {}
-        self.data = DataCounter()
 
-    def consume(self, batches: Iterator[AuditBatch]) -> bool:
-        """Process all batches; return whether the user interrupted. Raise KeyboardInterrupt if no batch was finished."""
-        try:
-            for batch in batches:
-                self._consume_batch(batch)
-        except KeyboardInterrupt:
-            if not self.data.batches:
-                raise
-            return True
-        return False
-
-    def _consume_batch(self, batch: AuditBatch) -> None:
+    def add(self, batch: AuditBatch) -> None:
         self.tell(self.data.tokens, "the unperturbed model")
         clean = observe(self.audited, batch)
         clean.require_finite()
@@ -204,7 +167,11 @@ class _Run:
             if reason is None:
                 self.tell(self.data.tokens, perturbation.about)
                 comparisons[name] = ForwardComparison(self.audited)
-                reason = self._run_perturbation(perturbation, batch, clean, comparisons[name])
+                try:
+                    perturbation.run(self.audited, batch, clean, comparisons[name])
+                # A device may not have the backend, or a kernel may not support the dtype.
+                except (ValueError, RuntimeError, NotImplementedError, TypeError, AttributeError) as problem:
+                    reason = f"it failed: {next(iter(str(problem).strip().splitlines()), type(problem).__name__)}"
             if reason is not None:
                 reasons[name] = reason
         self.baseline.merge(baseline)
@@ -216,18 +183,7 @@ class _Run:
                 self.skipped[name] = reason
         self.data.add(batch, batch.tokens)
 
-    def _run_perturbation(
-        self, perturbation: Perturbation, batch: AuditBatch, clean: Observation, comparison: ForwardComparison
-    ) -> str | None:
-        """Return None, or why it failed: a device may not have the backend, or a kernel may not support the dtype."""
-        try:
-            perturbation.run(self.audited, batch, clean, comparison)
-        except (ValueError, RuntimeError, NotImplementedError, TypeError, AttributeError) as problem:
-            lines = str(problem).strip().splitlines()
-            return f"it failed: {lines[0] if lines else type(problem).__name__}"
-        return None
-
-    def report(self, name: str | None, interrupted: bool, seconds: float) -> AuditReport:
+    def report(self, name: str | None) -> AuditReport:
         perturbed: dict[str, Perturbed] = {}
         skipped: dict[str, SkippedPerturbation] = {}
         for one in self.perturbations:
@@ -238,12 +194,7 @@ class _Run:
                 perturbed[one.name] = self.comparisons[one.name].result(one.about, one.harmless)
         layers, loss = self.baseline.layers(), self.baseline.loss
         return AuditReport(
-            status="interrupted" if interrupted else "complete",
-            model=self.audited.describe(name),
-            data=self.data.describe(),
-            settings=self.settings,
-            versions=versions(),
-            seconds=round(seconds, 3),
+            **self.about(name),
             overall=overall(layers, loss.result() if loss.tokens else None, perturbed),
             layers=layers,
             perturbations=perturbed,
@@ -264,27 +215,27 @@ def overall(layers: list[AuditedLayer], loss: float | None, perturbed: dict[str,
     return Overall(
         layers=len(layers),
         tokens=max(layer.tokens for layer in layers),
-        experts_per_token=_mean(layer.experts_per_token.mean for layer in layers),
+        experts_per_token=known_mean(layer.experts_per_token.mean for layer in layers),
         loss=loss,
         perplexity=perplexity_of(loss),
-        entropy=_mean(layer.entropy for layer in layers),
-        entropy_share=_mean(layer.entropy_share for layer in layers),
-        instability=_mean(layer.instability for layer in layers),
+        entropy=known_mean(layer.entropy for layer in layers),
+        entropy_share=known_mean(layer.entropy_share for layer in layers),
+        instability=known_mean(layer.instability for layer in layers),
         load={
-            "std": _mean(layer.load.std for layer in layers),
-            "cv": _mean(layer.load.cv for layer in layers),
+            "std": known_mean(layer.load.std for layer in layers),
+            "cv": known_mean(layer.load.cv for layer in layers),
             "dead": sum(len(layer.load.dead) for layer in layers),
         },
-        dropped={name: _mean(one[name] for one in dropped) for name in ("share", "tokens")} if dropped else {},
-        near_ties={f"{same[0].width:g}": _mean(strip.share for strip in same) for same in strips},
-        undecided={name: _mean(shares) for name, shares in undecided.items()},
+        dropped={name: known_mean(one[name] for one in dropped) for name in ("share", "tokens")} if dropped else {},
+        near_ties={f"{same[0].width:g}": known_mean(strip.share for strip in same) for same in strips},
+        undecided={name: known_mean(shares) for name, shares in undecided.items()},
         undecided_worst={name: max(shares) for name, shares in undecided.items()},
         # The smallest median: a model is as robust as its weakest layer.
-        radius={"median_worst": min(medians), "low": _mean(layer.radius.low for layer in certified if layer.radius)}
+        radius={"median_worst": min(medians), "low": known_mean(layer.radius.low for layer in certified if layer.radius)}
         if certified
         else {},
         co_selection={
-            "spectral_gap": _mean(layer.co_selection.spectral_gap for layer in layers),
+            "spectral_gap": known_mean(layer.co_selection.spectral_gap for layer in layers),
             "groups": max(layer.co_selection.groups for layer in layers),
         },
         flips={name: one.flips for name, one in changes.items()},
@@ -294,12 +245,6 @@ def overall(layers: list[AuditedLayer], loss: float | None, perturbed: dict[str,
         prediction_flips={name: one.prediction_flips for name, one in changes.items()},
         loss_change={name: None if one.loss is None else one.loss.change for name, one in changes.items()},
     )
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    """Return the mean of the values that are known; None if there are none."""
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if known else None
 
 
 def perplexity_of(loss: float | None) -> float | None:

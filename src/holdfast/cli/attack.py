@@ -76,13 +76,16 @@ class Attack(TestedModel):
                 found = attack_routers(model, task, budget=budgets[0], tokens=self.examples, **how)
             else:
                 found = attack_images(model, task, kinds, budget=budgets, examples=self.examples, **how, **options)
-        print_attack(found)
+        from holdfast.report.attack_page import attack_table, render_attack
+        from holdfast.report.page_shell import write_page
+
+        show(attack_table(found))
+        for flag in found["flags"]:
+            print(f"Warning, this result may be wrong: {flag['kind']}: {flag['detail']}")
         stored = {"model": self.model, "data": task.describe()["data"], "versions": versions(), **found}
         write_out(self.out, stored)
         if self.page is not None:
-            from holdfast.report.attack_page import write_attack_page
-
-            write_attack_page(stored, self.page, force=True)
+            write_page(self.page, lambda: render_attack(stored), force=True)
             print(f"Page: {self.page}")
 
     def _budgets(self, kinds: list[str]) -> list[float]:
@@ -119,13 +122,3 @@ class Attack(TestedModel):
             if self.page is not None and kinds == ["corruptions"]:
                 raise ValueError("corruptions have no curve; write their numbers with --out.")
         return options
-
-
-def print_attack(found: dict[str, Any]) -> None:
-    """Print the result of an attack as a table, and its flags."""
-    from holdfast.report.tables import Table
-
-    rows = [[f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row] for row in found["rows"]]
-    show(Table(found["title"], found["columns"], rows, found.get("caption") or ""))
-    for flag in found["flags"]:
-        print(f"Warning, this result may be wrong: {flag['kind']}: {flag['detail']}")

@@ -4,10 +4,8 @@ Plots are data for plotly, as in `holdfast.report.plots`.
 """
 
 import math
-import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -23,24 +21,30 @@ from holdfast.report.page_shell import (
     percent,
     render_template,
     short_share,
+    signed,
     visible_lines,
     with_text_colour,
     write_report_page,
 )
 from holdfast.report.plot_data import (
     ALL_LAYERS,
+    LEGEND,
     Plot,
     Trace,
+    axis,
     curve_of,
     escaped,
     layer_axis,
+    line_at,
     names_axis,
     plot_height,
+    relative_load,
+    shares_axis,
     tick_step,
     trace,
     wrapped_label,
 )
-from holdfast.report.slice_plots import LEGEND, cells_caption, slice_plot
+from holdfast.report.slice_plots import cells_caption, slice_plot
 from holdfast.report.tables import Table
 
 DECADES = (-5, 0)  # powers of ten of the shares that flip; the lowest stands for 0
@@ -65,14 +69,11 @@ def flips(report: AuditReport) -> Plot:
         known = {entry.layer: entry.flips for entry in perturbed.layers}
         said = {layer: f"{100 * share:.3g}%" for layer, share in known.items()}
         names.append(wrapped_label(name))
-        shares.append([_logarithm(known.get(layer)) for layer in layers])
+        shares.append([None if layer not in known else _logarithm(known[layer]) for layer in layers])
         texts.append([f"{escaped(name)}, layer {layer}: {said.get(layer, 'nothing to compare')}" for layer in layers])
     ticks = list(range(DECADES[0], DECADES[1] + 1))
-    bar = {
-        "tickvals": ticks,
-        "ticktext": ["0", *(f"{100 * 10.0**decade:g}" for decade in ticks[1:])],
-        **_bar("% of the tokens"),
-    }
+    texts_of_ticks = ["0", *(f"{100 * 10.0**decade:g}" for decade in ticks[1:])]
+    bar = _bar("% of the tokens", tickvals=ticks, ticktext=texts_of_ticks)
     data = [_heat(layers, names, shares, texts, zmin=DECADES[0], zmax=DECADES[1], colorbar=bar)] if names else []
     layout = {"xaxis": _cells(layers, "layer"), "yaxis": names_axis(), "height": 90 + plot_height(data)}
     caption = (
@@ -94,15 +95,8 @@ def radii(report: AuditReport) -> Plot:
             data.append(_histogram(layer, edges, counts))
         decades = range(math.ceil(edges[1] - 1e-9), math.floor(edges[-2] + 1e-9) + 1)
     ticks = {"tickvals": list(decades), "ticktext": [f"10<sup>{decade}</sup>" for decade in decades]} if known else {}
-    layout = {
-        "xaxis": {"title": {"text": "relative radius"}, "zeroline": False, **ticks},
-        "yaxis": {"title": {"text": "% of the tokens"}, "rangemode": "tozero"},
-        "bargap": 0,
-        "shapes": [
-            {"type": "line", "x0": math.log10(LOW), "x1": math.log10(LOW), "yref": "paper", "y0": 0, "y1": 1,
-             "line": {"dash": "dot"}}
-        ],
-    }  # fmt: skip
+    x = axis("relative radius", zeroline=False, **ticks)
+    layout = {"xaxis": x, "yaxis": shares_axis(), "bargap": 0, "shapes": [line_at("x", math.log10(LOW))]}
     kinds = " and ".join(sorted({found.kind for found in known.values()}))
     caption = (
         "The relative radius: no perturbation of the router's input up to this share of its norm can flip the token "
@@ -149,11 +143,8 @@ def _shares_by_layer(
         hover = f"{escaped(label)}, layer %{{x}}: %{{y:.3g}}% of the tokens<extra></extra>"
         x, y = [layer for layer, _ in curve], [100 * share for _, share in curve]
         data.append(curve_of(place, None, x, y, hover, name=escaped(label)))
-    layout = {
-        "xaxis": layer_axis(1 + max(layer.layer for layer in report.layers)),
-        "yaxis": {"title": {"text": "% of the tokens"}, "rangemode": "tozero"},
-        "legend": LEGEND,
-    }
+    last = max(layer.layer for layer in report.layers)
+    layout = {"xaxis": layer_axis(1 + last), "yaxis": shares_axis(), "legend": LEGEND}
     return Plot(name, title, caption, data, layout)
 
 
@@ -175,8 +166,7 @@ def load(report: AuditReport) -> Plot:
     most = max(len(layer.load.percent) for layer in report.layers)
     rows, texts = [], []
     for layer in report.layers:
-        even = statistics.fmean(layer.load.percent)
-        row = [percent / even if even else 0.0 for percent in layer.load.percent]
+        row = relative_load(layer.load.percent)
         said = [f"layer {layer.layer}, expert {place}: {value:.2f} times the even load" for place, value in enumerate(row)]
         rows.append([*row, *[None] * (most - len(row))])
         texts.append([*said, *[""] * (most - len(row))])
@@ -184,11 +174,7 @@ def load(report: AuditReport) -> Plot:
     experts = list(range(most))
     data = [_heat(experts, layers, rows, texts, zmin=0, zmax=max(2.0, highest), colorbar=_bar("load / even load"))]
     tall = max(320, min(900, 150 + 18 * len(layers)))
-    layout = {
-        "xaxis": _cells(experts, "expert"),
-        "yaxis": {**names_axis(), "title": {"text": "layer"}},
-        "height": tall,
-    }
+    layout = {"xaxis": _cells(experts, "expert"), "yaxis": axis("layer", **names_axis()), "height": tall}
     caption = (
         "The number of tokens that selected each expert, divided by the even load of its layer: 1 is even, 0 is a dead "
         "expert."
@@ -197,23 +183,16 @@ def load(report: AuditReport) -> Plot:
 
 
 def _histogram(layer: str, edges: Sequence[float], counts: Sequence[int]) -> Trace:
-    """Return the bars of one layer."""
+    """Return the bars of one layer. The outermost edges are drawn but have no value."""
     total = sum(counts) or 1
     shares = [100 * count / total for count in counts]
     centres = [(low + high) / 2 for low, high in pairwise(edges)]
     widths = [high - low for low, high in pairwise(edges)]
-    texts = [f"{said}: {share:.3g}% of the tokens" for said, share in zip(_bins(edges), shares, strict=True)]
+    values = [f"{10**edge:.2g}" for edge in edges[1:-1]]
+    bins = [f"below {values[0]}", *(f"{low} to {high}" for low, high in pairwise(values)), f"above {values[-1]}"]
+    texts = [f"{said}: {share:.3g}% of the tokens" for said, share in zip(bins, shares, strict=True)]
     hover = {"text": texts, "textposition": "none", "hovertemplate": "%{text}<extra></extra>"}
     return trace(0, centres, shares, layer=layer, type="bar", width=widths, **hover)
-
-
-def _bins(edges: Sequence[float]) -> Iterator[str]:
-    """Yield each bin as text. The outermost edges are drawn but have no value."""
-    values = [f"{10**edge:.2g}" for edge in edges]
-    yield f"below {values[1]}"
-    for low, high in pairwise(values[1:-1]):
-        yield f"{low} to {high}"
-    yield f"above {values[-2]}"
 
 
 def _heat(x: Sequence[Any], y: Sequence[Any], z: list[Any], texts: list[list[str]], **style: Any) -> Trace:
@@ -222,40 +201,25 @@ def _heat(x: Sequence[Any], y: Sequence[Any], z: list[Any], texts: list[list[str
     return {"type": "heatmap", "meta": {}, "x": list(x), "y": list(y), "z": z, **gaps, **hover, **style}
 
 
-def _bar(title: str) -> dict[str, Any]:
+def _bar(title: str, **ticks: Any) -> dict[str, Any]:
     """Return a colour scale above the plot: beside it there is no room on a phone."""
     place = {"orientation": "h", "x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom", "len": 1}
-    return {**place, "thickness": 10, "outlinewidth": 0, "tickangle": 0, "title": {"text": title, "side": "top"}}
+    style = {"thickness": 10, "outlinewidth": 0, "tickangle": 0, "title": {"text": title, "side": "top"}}
+    return {**ticks, **place, **style}
 
 
 def _cells(numbers: Sequence[int], title: str) -> dict[str, Any]:
     """Return an axis of whole numbers. An empty line before the title keeps it below the tick numbers."""
-    ticks = {"tick0": 0, "dtick": tick_step(len(numbers))}
-    return {"title": {"text": f"<br>{title}"}, **ticks, "zeroline": False, "showgrid": False}
+    return axis(f"<br>{title}", tick0=0, dtick=tick_step(len(numbers)), zeroline=False, showgrid=False)
 
 
-def _logarithm(share: float | None) -> float | None:
-    if share is None:
-        return None
+def _logarithm(share: float) -> float:
     return max(LEAST, math.log10(share)) if share > 0 else float(DECADES[0])
 
 
 SHOWN = 10  # findings; more are folded away
 RISKS = {1e-5: "#7f0000", 1e-4: "#c8321e", 1e-3: "#f07f4f", 1e-2: "#fdbb84"}  # below these relative radii
 SAFE = "#fee8c8"
-
-
-@dataclass(frozen=True)
-class Token:
-    """A token with the text around it; `context` has the whole text if the token's place in it is not known."""
-
-    text: str
-    level: int
-    radius: str
-    where: str
-    before: str = ""
-    after: str = ""
-    context: str | None = None
 
 
 def write_audit(report: AuditReport | str | Path, path: str | Path, *, force: bool = False) -> Path:
@@ -268,7 +232,7 @@ def render_audit(report: AuditReport) -> str:
     findings, drawn = diagnose(report), audit_plots(report)
     return render_template(
         "audit.html",
-        {"plots": {plot.name: asdict(plot) for plot in drawn}},
+        drawn,
         title=report.model.name,
         verdict=verdict(report, [finding.severity for finding in findings]),
         findings=findings,
@@ -348,7 +312,7 @@ def perturbations_table(report: AuditReport) -> Table:
             "output, by flips": percent(perturbed.overall.output.flip),
             "output, other": percent(perturbed.overall.output.rest),
             "predictions": percent(perturbed.overall.prediction_flips),
-            "loss": _signed(perturbed.overall.loss.change if perturbed.overall.loss else None),
+            "loss": signed(perturbed.overall.loss.change if perturbed.overall.loss else None, ".4f"),
         }
         for name, perturbed in report.perturbations.items()
     ]
@@ -404,29 +368,31 @@ def risks() -> list[dict[str, str]]:
     return [*named, {"name": f"{max(RISKS):g} and more", **with_text_colour(SAFE)}]
 
 
-def token(entry: AtRisk) -> Token:
-    """Return a token at risk with the text around it."""
+def token(entry: AtRisk) -> dict[str, Any]:
+    """Return a token at risk with the text around it; `context` has that text if the token's place in it is not known."""
     if entry.position is None:
         where = f"row {entry.place} of batch {entry.batch}"
     else:
         where = f"position {entry.position} of sequence {entry.sequence}, batch {entry.batch}"
     where = f"layer {entry.layer}, expert {entry.leaves} would be replaced by {entry.enters}; {where}"
-    make = partial(Token, level=_level(entry.relative), radius=number(entry.relative, 2), where=where)
-    if entry.text is None:
-        return make(f"row {entry.place}" if entry.token is None else f"token {entry.token}")
+    about = {"level": _level(entry.relative), "radius": number(entry.relative, 2), "where": where}
     text, context, before, after = entry.text, entry.context or "", entry.before or "", entry.after or ""
-    if before + text + after != context:
-        if not text or sum(context.startswith(text, place) for place in range(len(context))) != 1:
-            return make(visible_lines(text), context=visible_lines(context) if context else None)
-        before, _, after = context.partition(text)  # decoded alone, a token may lose its leading space
-    return make(visible_lines(text), before=visible_lines(before), after=visible_lines(after))
+    if text is None:
+        text, context = f"row {entry.place}" if entry.token is None else f"token {entry.token}", ""
+    elif before + text + after == context:
+        context = ""
+    elif text and sum(context.startswith(text, place) for place in range(len(context))) == 1:
+        (before, _, after), context = context.partition(text), ""  # decoded alone, a token may lose its leading space
+    texts = {"text": text, "before": before, "after": after, "context": context}
+    return about | {name: visible_lines(part) for name, part in texts.items()}
 
 
 def view(report: AuditReport) -> dict[str, list[dict[str, Any]]]:
     """Return the tokens of a text with their levels of risk, by layer; for all layers, by each token's smallest radius."""
     if report.view is None or not report.view.layers:
         return {}
-    least = [_least(radii) for radii in zip(*report.view.layers.values(), strict=True)]
+    finite = ([radius for radius in radii if radius is not None] for radii in zip(*report.view.layers.values(), strict=True))
+    least = [min(radii, default=None) for radii in finite]
     shown = {ALL_LAYERS: least, **report.view.layers}
     pieces = [visible_lines(piece) for piece in report.view.pieces]
     return {
@@ -438,13 +404,5 @@ def view(report: AuditReport) -> dict[str, list[dict[str, Any]]]:
     }
 
 
-def _least(radii: Sequence[float | None]) -> float | None:
-    return min((radius for radius in radii if radius is not None), default=None)
-
-
 def _level(relative: float | None) -> int:
     return sum(relative is None or relative >= bound for bound in RISKS)
-
-
-def _signed(value: float | None) -> str:
-    return decimal(value) if value is None else f"{value:+.4f}"

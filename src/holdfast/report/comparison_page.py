@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from holdfast.metrics import Difference
@@ -41,12 +41,8 @@ def render(results: Results) -> str:
     drawn, graphs, seen = plots(results), evolutions(results), views(results)
     return render_template(
         "report.html",
-        {
-            "plots": {plot.name: asdict(plot) for plot in drawn},
-            "graphs": [asdict(evolution) for evolution in graphs],
-            "views": seen.shown,
-            "pixels": seen.pixels,
-        },
+        drawn,
+        {"graphs": [asdict(evolution) for evolution in graphs], "views": seen.shown, "pixels": seen.pixels},
         title=results.title,
         verdict=verdict(results),
         routers=[row.label for row in results.rows],
@@ -154,21 +150,18 @@ def cost_sentences(results: Results) -> tuple[str, ...]:
         found.append(f"For {listed(unseen)} no cost on these words can be shown: no 95% interval lies above 0.")
     known = [(row.router, one) for row in rows if (one := row.cost_difference) is not None and one.kind != "unknown"]
     if known:
-        apart = [_cost_change(router, one) for router, one in known if one.kind != "same"]
+        apart = []
+        for router, one in known:
+            if one.kind != "same":
+                assert one.low is not None and one.high is not None
+                points = replace(one, mean=100 * one.mean, low=100 * one.low, high=100 * one.high)
+                verb, size = points.change(" points")
+                apart.append(f"{router} {verb} it by {size}")
         if not apart:
             found.append(f"No router's cost is shown to differ from that of {results.baseline.router}.")
         else:
             found.append(f"Against the cost of {results.baseline.router}, {'; '.join(apart)}; for no other is one shown.")
     return tuple(found)
-
-
-def _cost_change(router: str, difference: Difference) -> str:
-    assert difference.low is not None and difference.high is not None
-    verb, low, high = "more", difference.low, difference.high
-    if difference.mean < 0:
-        verb, low, high = "less", -difference.high, -difference.low
-    size, bounds = 100 * abs(difference.mean), f"{100 * low:.2g} to {100 * high:.2g}"
-    return f"that of {router} is {verb} by {size:.2g} points (95% interval {bounds})"
 
 
 def _findings(results: Results, differences: Sequence[Difference | None], *, compute: bool = False) -> str:
@@ -187,17 +180,12 @@ def _findings(results: Results, differences: Sequence[Difference | None], *, com
             verb, size = difference.change(measure.points)
             parts.append(f"{row.router} {verb} the {measure.noun} by {size}" + (f", using {price}" if price else ""))
     for seeds, found in sorted(same.items()):
-        would = _range([shows for _, shows in found]) + measure.points
-        names = listed([name for name, _ in found])
+        shows = dict.fromkeys(f"{size(ends for _, ends in found):.2g}" for size in (min, max))
+        names, would = listed([name for name, _ in found]), " to ".join(shows) + measure.points
         parts.append(f"{names} made no difference that {seeds} seeds can show (they would show one above {would})")
     if unknown:
         parts.append(f"{listed(unknown)} cannot be judged from fewer than 3 seeds")
     return "; ".join(parts)
-
-
-def _range(values: Sequence[float]) -> str:
-    least, most = f"{min(values):.2g}", f"{max(values):.2g}"
-    return least if least == most else f"{least} to {most}"
 
 
 def _level(value: float | None, measure: Measure) -> str:

@@ -1,16 +1,15 @@
 """The tables of a comparison. Each is made once, for the page and, with `brief` differences, for the terminal."""
 
-import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
+from holdfast.auditing.reports import known_mean
 from holdfast.metrics import Difference
 from holdfast.metrics.paired import EVERYTHING, FEWEST_SEEDS
 from holdfast.report.page_shell import decimal, listed, percent, rise
 from holdfast.report.tables import Table
 from holdfast.routing.grammar import written_pairs, written_value
 from holdfast.train.image_task import HELD_OUT
-from holdfast.train.results import CellResult, DomainRow, Layer, Results, Row, RowCost
+from holdfast.train.results import DomainRow, Results, Row, RowCost
 
 COST = "cost of the attack on untouched words"
 CHANGED = "predictions that the attack changes"
@@ -19,12 +18,6 @@ EQUAL_COMPUTE = "difference to equal compute"
 ONLY_ON_PAGES = ("seeds", KEPT.format("clean"), KEPT.format("attacked"), CHANGED, EQUAL_COMPUTE)
 COVERED = "95% intervals cover seeds and test examples from 3 seeds on; with fewer, these models only."
 NONE = decimal(None)
-
-
-def mean_of(values: Iterable[Any], read: Callable[[Any], float | None]) -> float | None:
-    """Return the mean over the values that have a number; None if none has."""
-    numbers = [number for number in map(read, values) if number is not None]
-    return statistics.fmean(numbers) if numbers else None
 
 
 def difference_cell(
@@ -123,9 +116,12 @@ def domain_table(results: Results, *, brief: bool = False) -> Table:
             level = row.accuracy.get(domain)
             yield f"{domain}, %", decimal(level.mean if level else None)
         for name, level, found in (("mean", row.mean, row.mean_difference), ("worst", row.worst, row.worst_difference)):
-            yield f"{name}, %", decimal(level.mean) if brief else _with_interval(level)
-            difference = difference_cell(results, row, found, 2 if brief else None, "no seed in common")
-            yield f"{name}, difference", difference
+            cell = decimal(level.mean)
+            if not brief and level.low is not None and level.high is not None:
+                only = "" if level.over == EVERYTHING else f", {level.over}"
+                cell += f" (95% interval {decimal(level.low)} to {decimal(level.high)}{only})"
+            yield f"{name}, %", cell
+            yield f"{name}, difference", difference_cell(results, row, found, 2 if brief else None, "no seed in common")
 
     note = (
         "Accuracy on the whole held-out domain of models that were trained on the others, in percent; higher is better. "
@@ -134,13 +130,6 @@ def domain_table(results: Results, *, brief: bool = False) -> Table:
         "intervals cover seeds and images."
     )
     return Table.of("Held-out domains", (dict(cells(row)) for row in results.domains), note)
-
-
-def _with_interval(level: Difference) -> str:
-    if level.low is None or level.high is None:
-        return decimal(level.mean)
-    only = "" if level.over == EVERYTHING else f", {level.over}"
-    return f"{decimal(level.mean)} (95% interval {decimal(level.low)} to {decimal(level.high)}{only})"
 
 
 def settings_table(results: Results) -> Table:
@@ -220,24 +209,26 @@ def accuracy_table(results: Results, *, brief: bool = False) -> Table:
             score = row.scores.get(name)
             if name != "clean":
                 yield f"clean, images of {name}", decimal(100 - score.clean if score and score.clean is not None else None)
-            yield name, _accuracy(score.level if score else None)
+            error = score.level if score else None
+            accuracy = decimal(100 - error.mean if error else None)
+            if error and error.low is not None and error.high is not None:
+                accuracy += f" ({decimal(100 - error.high)} to {decimal(100 - error.low)})"
+            yield name, accuracy
             difference = -score.difference if score and score.difference else None  # of accuracies, not of errors
             yield f"{name}, difference", difference_cell(results, row, difference, 2 if brief else None)
 
+    counts: dict[str, int] = {}  # the same in every cell: they follow from the recipe
+    for cell in results.cells:
+        stored = {"clean": cell.clean.examples, **{name: trial.examples for name, trial in cell.trials.items()}}
+        counts |= {name: count for name, count in stored.items() if count is not None}
     note = (
         "The share of images that is classified correctly, in percent; higher is better. Means over seeds with 95% "
         f"intervals{intervals_cover(results)}; differences to {results.baseline.router}, paired by seed and by image. "
-        f"Beside each attack stands the clean accuracy of the same images. {_counts_of_images(results)}"
+        "Beside each attack stands the clean accuracy of the same images."
     )
+    if counts:
+        note += f" Test images: {', '.join(f'{name} {count:,}' for name, count in counts.items())}."
     return Table.of("Accuracy, clean and attacked", (dict(cells(row)) for row in results.rows if is_shown), note)
-
-
-def _accuracy(error: Difference | None) -> str:
-    if error is None:
-        return NONE
-    if error.low is None or error.high is None:
-        return decimal(100 - error.mean)
-    return f"{decimal(100 - error.mean)} ({decimal(100 - error.high)} to {decimal(100 - error.low)})"
 
 
 def intervals_cover(results: Results) -> str:
@@ -245,17 +236,6 @@ def intervals_cover(results: Results) -> str:
     levels = [score.level for row in results.rows for score in row.scores.values()]
     overs = dict.fromkeys(level.over for level in levels if level and level.over)
     return f" ({', '.join(overs)})" if overs else ""
-
-
-def _counts_of_images(results: Results) -> str:
-    """Return on how many test images each column was measured, as far as it is stored."""
-    counts: dict[str, int] = {}
-    for cell in results.cells:
-        stored = {"clean": cell.clean.examples, **{name: trial.examples for name, trial in cell.trials.items()}}
-        # The same in every cell: they follow from the recipe.
-        counts |= {name: count for name, count in stored.items() if count is not None}
-    parts = [f"{name} {count:,}" for name, count in counts.items()]
-    return f"Test images: {', '.join(parts)}." if parts else ""
 
 
 def attacks_table(results: Results) -> Table:
@@ -267,11 +247,11 @@ def attacks_table(results: Results) -> Table:
         yield "router", row.label
         for name in names:
             trials = [cell.trials[name] for cell in results.cells_of(row) if name in cell.trials]
-            yield name, decimal(mean_of(trials, lambda trial: trial.figure), results.run.measure.digits)
+            yield name, decimal(known_mean(trial.figure for trial in trials), results.run.measure.digits)
             if name in with_cost:
-                nats = mean_of(trials, lambda trial: trial.cost and trial.cost.mean)
+                nats = known_mean(trial.cost.mean for trial in trials if trial.cost)
                 yield f"{name}, cost on untouched words", NONE if nats is None else f"{rise(nats):+.2f}%"
-            changed = mean_of(trials, lambda trial: trial.predictions_changed)
+            changed = known_mean(trial.predictions_changed for trial in trials)
             if changed is not None:
                 yield f"{name}, predictions changed", percent(changed)
 
@@ -299,27 +279,20 @@ def routing_table(results: Results) -> Table:
         cells = results.cells_of(row)
         layers = [layer for cell in cells for layer in cell.clean.routing.layers]
         yield "router", row.label
-        yield "entropy, nats", decimal(mean_of(layers, lambda layer: layer.entropy), 3)
-        yield "load unevenness (CV)", decimal(mean_of(layers, lambda layer: layer.load.cv), 3)
-        yield "dead experts per run", decimal(mean_of(cells, _dead), 1)
+        yield "entropy, nats", decimal(known_mean(layer.entropy for layer in layers), 3)
+        yield "load unevenness (CV)", decimal(known_mean(layer.load.cv for layer in layers), 3)
+        dead = known_mean(sum(len(layer.load.dead) for layer in cell.clean.routing.layers) for cell in cells)
+        yield "dead experts per run", decimal(dead, 1)
         if limited:
-            yield "dropped experts", percent(mean_of(layers, lambda layer: layer.dropped and layer.dropped.share))
-        apart = mean_of(layers, lambda layer: layer.instability)
+            yield "dropped experts", percent(known_mean(layer.dropped.share for layer in layers if layer.dropped))
+        apart = known_mean(layer.instability for layer in layers)
         yield "pairs of tokens separated or joined by the next layer", percent(apart)
         for width in widths:  # the widths of all routers, so that all rows have the same columns
-            yield f"near-ties ({width:g})", percent(mean_of(_shares(layers, width), float))
+            strips = [strip for layer in layers for strip in layer.near_ties.strips if strip.width == width]
+            yield f"near-ties ({width:g})", percent(known_mean(strip.share for strip in strips))
 
     note = (
         "On clean data, means over layers and seeds. A dead expert is one that no token selected. Near-ties (w): tokens "
         "whose last selected expert and the next differ by less than w."
     )
     return Table.of("Routing metrics", (dict(cells(row)) for row in results.rows), note)
-
-
-def _dead(cell: CellResult) -> float:
-    return float(sum(len(layer.load.dead) for layer in cell.clean.routing.layers))
-
-
-def _shares(layers: Sequence[Layer], width: float) -> list[float]:
-    strips = [strip for layer in layers for strip in layer.near_ties.strips if strip.width == width]
-    return [strip.share for strip in strips if strip.share is not None]

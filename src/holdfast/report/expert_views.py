@@ -8,12 +8,12 @@ Tokens by expert (ACMoE's paper, figure 1) are words or image patches in the col
 script builds them, and inserts strings only as text, never as markup.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from holdfast.auditing.geometry_run import spread
 from holdfast.report.page_shell import BORDERS, COLOURS
-from holdfast.train.results import CellResult, Results, ShownImage
+from holdfast.train.results import Results, ShownImage
 
 Graph = list[list[float | None]]
 
@@ -37,35 +37,20 @@ class Evolution:
 
 def evolutions(results: Results) -> list[Evolution]:
     """Return the expert graphs of the first seed of each router."""
-    return [_evolution(place, results.first_cell(row)) for place, row in enumerate(results.rows)]
-
-
-def _evolution(place: int, cell: CellResult) -> Evolution:
-    steps = cell.snapshots.steps
-    chosen = spread(len(steps), SHOWN)
-    layers = {str(layer.layer): [_rounded(layer.graphs[at]) for at in chosen] for layer in cell.snapshots.layers}
-    entries = [
-        entry for graphs in layers.values() for graph in graphs for row in graph for entry in row if entry is not None
-    ]
-    meaning = MEANING[cell.snapshots.graph].format(router=cell.router)
-    of_them = f"{len(chosen)} of {len(steps)} snapshots" if len(chosen) < len(steps) else "all snapshots"
-    return Evolution(
-        router=place,
-        caption=f"Seed {cell.seed}, {meaning}. Rows and columns are experts; {of_them} and all layers share one scale.",
-        steps=[steps[at] for at in chosen],
-        low=min([0.0, *entries]),
-        high=max([0.0, *entries]) or 1.0,
-        layers=layers,
-    )
-
-
-def spread(count: int, most: int) -> list[int]:
-    """Return at most `most` evenly spaced indices below `count`, with the first and the last."""
-    return list(range(count)) if count <= most else [round(at * (count - 1) / (most - 1)) for at in range(most)]
-
-
-def _rounded(graph: Sequence[Sequence[float | None]]) -> Graph:
-    return [[None if entry is None else round(entry, 3) for entry in row] for row in graph]
+    found = []
+    for place, cell in enumerate(map(results.first_cell, results.rows)):
+        steps, layers = cell.snapshots.steps, {}
+        chosen, entries = spread(len(steps), SHOWN), [0.0]
+        for layer in cell.snapshots.layers:
+            graphs = [layer.graphs[at] for at in chosen]
+            layers[str(layer.layer)] = [[[entry and round(entry, 3) for entry in row] for row in graph] for graph in graphs]
+            entries += [entry for graph in layers[str(layer.layer)] for row in graph for entry in row if entry is not None]
+        meaning = MEANING[cell.snapshots.graph].format(router=cell.router)
+        of_them = f"{len(chosen)} of {len(steps)} snapshots" if len(chosen) < len(steps) else "all snapshots"
+        caption = f"Seed {cell.seed}, {meaning}. Rows and columns are experts; {of_them} and all layers share one scale."
+        scale = min(entries), max(entries) or 1.0
+        found.append(Evolution(place, caption, [steps[at] for at in chosen], *scale, layers))
+    return found
 
 
 Pixels = tuple[int, int, str]  # width, height, and base64 of a byte for each pixel, row by row
@@ -93,7 +78,13 @@ def views(results: Results) -> Views:
             shown.append({"router": router, "images": images})
     layers = [layer for cell in cells for layer in cell.view.experts]
     layers += [layer for cell in cells for image in cell.view.images for layer in image.experts]
-    return Views(shown, list(pixels), sorted({expert for layer in layers for expert in layer}), _caption(cells))
+    parts = {"piece of a test text" if cell.view.kind == "text" else "patch of test images" for cell in cells}
+    seeds = sorted({cell.seed for cell in cells})
+    caption = (
+        f"The first expert of every {' and every '.join(sorted(parts))}, as of seed {', '.join(map(str, seeds))}. Experts "
+        "have no common order: one colour is one expert within a router and a layer, and means nothing in another."
+    )
+    return Views(shown, list(pixels), sorted({expert for layer in layers for expert in layer}), caption)
 
 
 def css_classes(expert: int) -> str:
@@ -103,12 +94,3 @@ def css_classes(expert: int) -> str:
 
 def pixels_of(image: ShownImage) -> Pixels:
     return image.width, image.size // image.width, image.pixels
-
-
-def _caption(cells: Sequence[CellResult]) -> str:
-    parts = {"piece of a test text" if cell.view.kind == "text" else "patch of test images" for cell in cells}
-    seeds = sorted({cell.seed for cell in cells})
-    return (
-        f"The first expert of every {' and every '.join(sorted(parts))}, as of seed {', '.join(map(str, seeds))}. Experts "
-        "have no common order: one colour is one expert within a router and a layer, and means nothing in another."
-    )

@@ -5,8 +5,8 @@ Plots are data for plotly, as in `holdfast.report.plots`. All of them show one l
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -20,26 +20,26 @@ from holdfast.report.page_shell import (
     visible_lines,
     write_report_page,
 )
-from holdfast.report.plot_data import SYMBOLS, Plot, Trace, curve_of, escaped, trace
-from holdfast.report.slice_plots import LEGEND, cells_caption, slice_plot, slices_of, token_name
+from holdfast.report.plot_data import (
+    LEGEND,
+    LOGARITHMIC,
+    SYMBOLS,
+    Plot,
+    Trace,
+    axis,
+    curve_of,
+    escaped,
+    line_at,
+    shares_axis,
+    trace,
+)
+from holdfast.report.slice_plots import cells_caption, inked, slice_plot, slices_of, token_name
 from holdfast.report.tables import Table
 
 OWN = "the model's own router"
 NEAR = 0.01  # of a token's norm: the distance that sentences are about
 LEAST = 1e-6  # shares below it are not drawn on a logarithmic axis
-LOGARITHMIC = {"type": "log", "exponentformat": "power", "dtick": 1}
 MOST_NAMED = 16  # experts in the legend of the t-SNE
-
-
-@dataclass(frozen=True)
-class JumpRow:
-    """A jump with the text around its token."""
-
-    layer: str
-    text: str
-    before: str
-    after: str
-    about: str
 
 
 def write_geometry(report: GeometryReport | str | Path, path: str | Path, *, force: bool = False) -> Path:
@@ -55,7 +55,8 @@ def render_geometry(report: GeometryReport) -> str:
     first = next(iter([*pictured, *layers]), "all")
     return render_template(
         "geometry.html",
-        {"plots": {plot.name: asdict(plot) for plot in [*slices, *curves]}, "layer": first},
+        [*slices, *curves],
+        {"layer": first},
         title=report.model.name,
         verdict=verdict(report),
         slices=slices,
@@ -73,10 +74,6 @@ def render_geometry(report: GeometryReport) -> str:
         theory={str(layer.layer): theory_table(layer.theory) for layer in report.layers if layer.theory},
         how=how_it_was_run(report),
     )
-
-
-def other_router(report: GeometryReport) -> str | None:
-    return None if report.what_if is None else report.what_if.router
 
 
 def verdict(report: GeometryReport) -> str:
@@ -110,26 +107,17 @@ def _nearest(values: Sequence[float], wanted: float) -> int:
 
 def slice_plots(report: GeometryReport) -> list[Plot]:
     """Return the slices that there are: near a boundary and through three tokens, for one or two routers."""
-    other, plots = other_router(report), []
-    about = {
-        "boundaries": (
-            "A token and its two nearest boundaries",
-            "A plane through one token of the text and through its nearest points on two boundaries.",
-        ),
-        "tokens": ("Three tokens of the text", "A plane through three tokens of the text."),
-    }
-    for kind, (title, what) in about.items():
-        for panel in (0, 1):
-            if panel == 1 and other is None:
-                continue
-            slices = slices_of(report.layers, kind)
-            said = what if panel == 0 else f"The same plane with {other}."
+    plots, around = [], "one token of the text and through its nearest points on two boundaries"
+    for kind, title, what in (
+        ("boundaries", "A token and its two nearest boundaries", around),
+        ("tokens", "Three tokens of the text", "three tokens of the text"),
+    ):
+        slices = slices_of(report.layers, kind)
+        for panel, router in enumerate(routers_of(report)):
+            said = f"The same plane with {router}." if panel else f"A plane through {what}."
             said = f"{said} {cells_caption(slices, panel)}"
-            name = OWN if panel == 0 else str(other)
-            plot = slice_plot(f"slice-{kind}-{panel}", slices, panel, f"{title}: {name}", said)
-            if plot.data:
-                plots.append(plot)
-    return plots
+            plots.append(slice_plot(f"slice-{kind}-{panel}", slices, panel, f"{title}: {router}", said))
+    return [plot for plot in plots if plot.data]
 
 
 def curve_plots(report: GeometryReport) -> list[Plot]:
@@ -137,8 +125,7 @@ def curve_plots(report: GeometryReport) -> list[Plot]:
 
 
 def routers_of(report: GeometryReport) -> list[str]:
-    other = other_router(report)
-    return [OWN] if other is None else [OWN, other]
+    return [OWN] if report.what_if is None else [OWN, report.what_if.router]
 
 
 def along_normal(report: GeometryReport) -> Plot:
@@ -152,22 +139,20 @@ def along_normal(report: GeometryReport) -> Plot:
             x: list[float | None] = list(normal.positions)
             if router == 0:  # a gap at the boundary: a line through it would look continuous
                 x, y = [*x[: len(x) // 2], None, *x[len(x) // 2 :]], [*y[: len(y) // 2], None, *y[len(y) // 2 :]]
-            hover = f"{escaped(name)}: %{{y:.2f}}% at %{{x:.3g}}<extra></extra>"
             line = {"width": 2.5, "dash": "solid" if router == 0 else "dash"}
-            data.append(
-                trace(router, x, y, layer=str(layer.layer), mode="lines", line=line, name=escaped(name), hovertemplate=hover)
-            )
-        mark = {"size": 10, "symbol": "diamond"}
+            style = {"line": line, "hovertemplate": f"{escaped(name)}: %{{y:.2f}}% at %{{x:.3g}}<extra></extra>"}
+            data.append(trace(router, x, y, layer=str(layer.layer), mode="lines", name=escaped(name), **style))
         at = -normal.distance
-        name = token_name(layer.pictures.token.text)
         near = min(range(len(normal.positions)), key=lambda place: abs(normal.positions[place] - at))
         start = normal.change[0][near]
-        token = trace(0, [at], [None if start is None else 100 * start], layer=str(layer.layer), mode="markers", marker=mark)
-        data.append({**token, "name": f"the token {name}", "meta": {**token["meta"], "ink": "full"}, "hoverinfo": "skip"})
+        name = f"the token {token_name(layer.pictures.token.text)}"
+        mark = {"size": 10, "symbol": "diamond"}
+        y = [None if start is None else 100 * start]
+        data.append(inked([at], y, str(layer.layer), "full", mode="markers", marker=mark, name=name, hoverinfo="skip"))
     layout = {
-        "xaxis": {"title": {"text": "distance from the boundary, in shares of the token's norm"}, "zeroline": False},
-        "yaxis": {"title": {"text": "output, % of its norm"}, "zeroline": False},
-        "shapes": [{"type": "line", "x0": 0, "x1": 0, "yref": "paper", "y0": 0, "y1": 1, "line": {"dash": "dot"}}],
+        "xaxis": axis("distance from the boundary, in shares of the token's norm", zeroline=False),
+        "yaxis": axis("output, % of its norm", zeroline=False),
+        "shapes": [line_at("x", 0)],
         "legend": LEGEND,
     }
     caption = (
@@ -188,8 +173,8 @@ def largest_difference(report: GeometryReport) -> Plot:
             y = [None if value is None else 100 * max(value, LEAST) for value in differences]
             data.append(curve_of(router, str(layer.layer), normal.steps, y, hover, name=escaped(name)))
     layout = {
-        "xaxis": {"title": {"text": "distance of the two points, in shares of the token's norm"}, **LOGARITHMIC},
-        "yaxis": {"title": {"text": "difference, % of the output"}, **LOGARITHMIC},
+        "xaxis": axis("distance of the two points, in shares of the token's norm", **LOGARITHMIC),
+        "yaxis": axis("difference, % of the output", **LOGARITHMIC),
         "legend": LEGEND,
     }
     caption = (
@@ -210,14 +195,12 @@ def ties(report: GeometryReport) -> Plot:
             data.append(curve_of(place, str(layer.layer), layer.ties.widths, y, hover, name=name))
             if order.law is not None:
                 law = [None if value is None or value <= LEAST else 100 * min(1.0, value) for value in order.law]
-                line = {"width": 1.5, "dash": "dot"}
                 said = f"law of order {order.order}: %{{y:.3g}}% within %{{x:.3g}}<extra></extra>"
-                data.append(
-                    trace(place, layer.ties.widths, law, layer=str(layer.layer), mode="lines", line=line, hovertemplate=said)
-                )
+                style = {"mode": "lines", "line": {"width": 1.5, "dash": "dot"}, "hovertemplate": said}
+                data.append(trace(place, layer.ties.widths, law, layer=str(layer.layer), **style))
     layout = {
-        "xaxis": {"title": {"text": "distance, in shares of the token's norm"}, **LOGARITHMIC},
-        "yaxis": {"title": {"text": "% of the tokens"}, **LOGARITHMIC, "range": [-2, 2.1]},
+        "xaxis": axis("distance, in shares of the token's norm", **LOGARITHMIC),
+        "yaxis": axis("% of the tokens", **LOGARITHMIC, range=[-2, 2.1]),
         "legend": LEGEND,
     }
     has_law = any(order.law is not None for layer in report.layers for order in layer.ties.orders)
@@ -242,29 +225,16 @@ def hitting(report: GeometryReport) -> Plot:
             hover = f"{name}: %{{y:.3g}}% before %{{x:.3g}}<extra></extra>"
             line = {"width": 1.5, "dash": style}
             data.append(trace(6, found.times, y, layer=own, mode="lines", line=line, name=name, hovertemplate=hover))
-        y = [100 * value for value in found.simulated]
         error = [100 * 1.96 * (value * (1 - value) / found.tokens) ** 0.5 for value in found.simulated]
-        hover = "simulated: %{y:.3g}% before %{x:.3g}<extra></extra>"
-        marker = {"size": 7, "symbol": "circle"}
-        bars = {"type": "data", "array": error, "thickness": 1.2, "width": 3}
-        data.append(
-            trace(
-                0,
-                found.times,
-                y,
-                layer=own,
-                mode="markers",
-                marker=marker,
-                name="simulated walks",
-                hovertemplate=hover,
-                error_y=bars,
-            )
-        )
-    layout = {
-        "xaxis": {"title": {"text": "time"}, **LOGARITHMIC},
-        "yaxis": {"title": {"text": "% of the walks"}, "rangemode": "tozero"},
-        "legend": LEGEND,
-    }
+        walks = {
+            "marker": {"size": 7, "symbol": "circle"},
+            "name": "simulated walks",
+            "hovertemplate": "simulated: %{y:.3g}% before %{x:.3g}<extra></extra>",
+            "error_y": {"type": "data", "array": error, "thickness": 1.2, "width": 3},
+        }
+        y = [100 * value for value in found.simulated]
+        data.append(trace(0, found.times, y, layer=own, mode="markers", **walks))
+    layout = {"xaxis": axis("time", **LOGARITHMIC), "yaxis": shares_axis("walks"), "legend": LEGEND}
     caption = (
         "The share of random walks from tokens that have reached a boundary. At time 1 a walk has added noise of "
         f"{report.settings.noise:.3g} "
@@ -275,7 +245,7 @@ def hitting(report: GeometryReport) -> Plot:
 
 def layers_table(report: GeometryReport) -> Table:
     """Return the main numbers of each layer."""
-    other, rows = other_router(report), []
+    other, rows = report.what_if and report.what_if.router, []
     for layer in report.layers:
         own, *after = layer.jumps.routers
         extra, hitting = layer.what_if, layer.hitting
@@ -320,18 +290,17 @@ def what_if_table(report: GeometryReport) -> Table:
     return Table.of(f"What if: the router {report.what_if.router}, without training", [*cost, jump])
 
 
-def jump_row(layer: MeasuredLayer, jump: Jump, report: GeometryReport) -> JumpRow:
-    """Return a jump with its text."""
-    other = other_router(report)
+def jump_row(layer: MeasuredLayer, jump: Jump, report: GeometryReport) -> dict[str, str]:
+    """Return a jump with the text around its token."""
     about = (
         f"the output jumps by {percent(jump.size)} of its norm where expert {jump.enters} replaces {jump.leaves}, "
         f"{number(jump.distance, 2)} of the token's norm away"
     )
-    if other is not None and jump.size_with_what_if is not None:
-        about += f"; with {other} by {percent(jump.size_with_what_if)}"
+    if report.what_if is not None and jump.size_with_what_if is not None:
+        about += f"; with {report.what_if.router} by {percent(jump.size_with_what_if)}"
     text = f"row {jump.place} of batch {jump.batch}" if jump.text is None else jump.text
-    before, after = visible_lines(jump.before or ""), visible_lines(jump.after or "")
-    return JumpRow(str(layer.layer), visible_lines(text), before, after, about)
+    texts = {"text": text, "before": jump.before or "", "after": jump.after or ""}
+    return {"layer": str(layer.layer), "about": about, **{name: visible_lines(said) for name, said in texts.items()}}
 
 
 def theory_table(theory: Theory) -> Table:
@@ -395,22 +364,13 @@ def tsne(report: GeometryReport) -> Plot:
             continue
         experts = sorted(set(found.experts), key=lambda each: (-found.experts.count(each), each))
         for expert in sorted(experts[:MOST_NAMED]) + experts[MOST_NAMED:]:
-            places = [place for place, own in enumerate(found.experts) if own == expert]
-            x, y = [found.x[place] for place in places], [found.y[place] for place in places]
+            x, y = (list(compress(places, (own == expert for own in found.experts))) for places in (found.x, found.y))
             mark = {"size": 6, "symbol": SYMBOLS[(expert + expert // len(SYMBOLS)) % len(SYMBOLS)]}
-            hover = f"expert {expert}<extra></extra>"
+            style = {"marker": mark, "opacity": 0.8, "hovertemplate": f"expert {expert}<extra></extra>"}
             name = {"name": f"expert {expert}"} if expert in experts[:MOST_NAMED] else {}
-            own = str(layer.layer)
-            data.append(
-                trace(expert, x, y, layer=own, mode="markers", marker=mark, opacity=0.8, hovertemplate=hover, **name)
-            )
+            data.append(trace(expert, x, y, layer=str(layer.layer), mode="markers", **style, **name))
     hidden = {"showticklabels": False, "showgrid": False, "zeroline": False}
-    layout = {
-        "xaxis": {**hidden, "title": {"text": "t-SNE"}},
-        "yaxis": hidden,
-        "height": 420,
-        "legend": LEGEND,
-    }
+    layout = {"xaxis": axis("t-SNE", **hidden), "yaxis": hidden, "height": 420, "legend": LEGEND}
     caption = (
         "Router inputs of the first batch, drawn by t-SNE so that neighbours stay neighbours, in the colour and mark of the "
         "expert with the largest score. Distances and directions between groups mean nothing."

@@ -4,38 +4,42 @@ Plots are data for plotly, as in `holdfast.report.plots`; a remedy has the colou
 """
 
 from collections.abc import Callable
-from dataclasses import asdict
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from holdfast.mismatch import MismatchReport
 from holdfast.mismatch.report import Estimate, LayerSets, Row
-from holdfast.report.page_shell import decimal, how_it_was_run, number, percent, render_template, write_report_page
+from holdfast.report.page_shell import how_it_was_run, number, percent, render_template, signed, write_report_page
 from holdfast.report.plot_data import (
+    DASHES,
+    LEGEND,
+    LOGARITHMIC,
+    THIN,
     Plot,
     Trace,
+    axis,
+    beside,
     curve_of,
+    error_bars,
     escaped,
     layer_axis,
     names_axis,
     plot_height,
+    shares_axis,
     symbol,
     trace,
     wrapped_label,
 )
-from holdfast.report.slice_plots import LEGEND
 from holdfast.report.tables import Table
 
-REMEDIES = ("live", "replay", "smooth", "float32")
-ABOUT = (
-    ("live", "the model's own router in both runs."),
-    ("replay", "training uses the experts of the rollout, with live weights. Only the trainer changes."),
-    (
-        "smooth",
-        "this router in both runs, put in without training and calibrated. Its sets differ where weights are near 0.",
-    ),
-    ("float32", "scores in float32 in both runs, from router weights that are not rounded. Other activations still are."),
-)
+REMEDIES = {
+    "live": "the model's own router in both runs.",
+    "replay": "training uses the experts of the rollout, with live weights. Only the trainer changes.",
+    "smooth": "this router in both runs, put in without training and calibrated. Its sets differ where weights are near 0.",
+    "float32": "scores in float32 in both runs, from router weights that are not rounded. Other activations still are.",
+}
 
 
 def write_mismatch(report: MismatchReport | str | Path, path: str | Path, *, force: bool = False) -> Path:
@@ -46,24 +50,16 @@ def write_mismatch(report: MismatchReport | str | Path, path: str | Path, *, for
 def render_mismatch(report: MismatchReport) -> str:
     """Return the page as HTML."""
     plots = {kind: [plot for plot in rollout_plots(report, kind) if plot.data] for kind in report.rollouts}
-    parts = [
-        {
-            "kind": kind,
-            "table": remedies_table(report, kind),
-            "changes": changes_table(report, kind),
-            "plots": plots[kind],
-        }
-        for kind in report.rollouts
-    ]
+    parts = [(kind, remedies_table(report, kind), changes_table(report, kind), drawn) for kind, drawn in plots.items()]
     how = how_it_was_run(report)
     del how["Settings"]["tail"]
     return render_template(
         "mismatch.html",
-        {"plots": {plot.name: asdict(plot) for drawn in plots.values() for plot in drawn}},
+        chain(*plots.values()),
         title=report.model.name,
         verdict=verdict(report),
         parts_=parts,
-        about=ABOUT,
+        about=REMEDIES,
         skipped=Table.of(
             "What was skipped",
             [{"remedy": f"{row.remedy}, {row.rollout} rollout", "why": row.reason} for row in report.skipped],
@@ -118,19 +114,14 @@ def summary(report: MismatchReport) -> list[str]:
                 f"With replay by {number(replay.logprobs.mean.value)} and {number(replay.logprobs.largest)}, and "
                 f"{percent(replay.logprobs.outside.value)} are outside; {change_words(replay.logprobs.change.mean)}."
             )
-    return [*parts, *_changed_models(report)]
-
-
-def _changed_models(report: MismatchReport) -> list[str]:
-    """Return what another router costs: it changes the model, and not only its report."""
     simulated = {row.remedy: row for row in rows_of(report, "simulated")}
-    before, after = simulated.get("live"), simulated.get("smooth")
-    if before is None or after is None:
-        return []
-    return [
-        f"{after.label} changes the model: its loss is {number(after.loss, 4)} (live {number(before.loss, 4)}), with "
-        f"{number(after.experts_per_token)} experts per token (live {number(before.experts_per_token)})."
-    ]
+    if "live" in simulated and "smooth" in simulated:
+        before, after = simulated["live"], simulated["smooth"]
+        parts.append(
+            f"{after.label} changes the model: its loss is {number(after.loss, 4)} (live {number(before.loss, 4)}), with "
+            f"{number(after.experts_per_token)} experts per token (live {number(before.experts_per_token)})."
+        )
+    return parts
 
 
 def change_words(found: Estimate) -> str:
@@ -186,8 +177,10 @@ def changes_table(report: MismatchReport, kind: str) -> Table:
     rows = [
         {
             "remedy": row.label,
-            "mean gap, minus live": with_interval(row.logprobs.change.mean, _signed),
-            "share outside the clip range, minus live": with_interval(row.logprobs.change.outside, _signed_share),
+            "mean gap, minus live": with_interval(row.logprobs.change.mean, signed),
+            "share outside the clip range, minus live": with_interval(
+                row.logprobs.change.outside, partial(signed, form=".2%")
+            ),
             "verdict": change_words(row.logprobs.change.mean),
         }
         for row in rows_of(report, kind)
@@ -196,16 +189,22 @@ def changes_table(report: MismatchReport, kind: str) -> Table:
     return Table.of("", rows, "The same tokens with each remedy and with the live router. The intervals are paired.")
 
 
-def _signed(value: float | None) -> str:
-    return decimal(value) if value is None else f"{value:+.3g}"
-
-
-def _signed_share(value: float | None) -> str:
-    return decimal(value) if value is None else f"{100 * value:+.2f}%"
+def place_of(row: Row) -> int:
+    """Return the place of a row's remedy among all remedies."""
+    return [*REMEDIES].index(row.remedy) if row.remedy in REMEDIES else len(REMEDIES)
 
 
 def rollout_plots(report: MismatchReport, kind: str) -> list[Plot]:
-    return [gaps(report, kind), tail(report, kind), by_layer(report, kind), so_far(report, kind)]
+    """Draw the gaps of log-probabilities and the differences of sets against one kind of rollout."""
+    decisions = "The share of tokens whose set of experts in this layer is not that of the rollout."
+    tokens = "The share of tokens with a different set of experts in this layer or an earlier one."
+    one, many = "Routing decisions with different experts, by layer", "Tokens with different experts, up to each layer"
+    return [
+        gaps(report, kind),
+        tail(report, kind),
+        by_layer(report, kind, f"layers-{kind}", one, decisions, lambda layer: layer.routers_differ),
+        by_layer(report, kind, f"tokens-{kind}", many, tokens, lambda layer: layer.tokens_differ_so_far),
+    ]
 
 
 def gaps(report: MismatchReport, kind: str) -> Plot:
@@ -214,26 +213,12 @@ def gaps(report: MismatchReport, kind: str) -> Plot:
     for row in rows_of(report, kind):
         if row.logprobs is None or row.logprobs.mean.value is None:
             continue
-        place, found = REMEDIES.index(row.remedy) if row.remedy in REMEDIES else len(REMEDIES), row.logprobs.mean
-        marker = {"size": 10, "symbol": symbol(place)}
+        place, found = place_of(row), row.logprobs.mean
+        style = {"marker": {"size": 10, "symbol": symbol(place)}, "error_x": _bars([found])}
         hover = f"{escaped(row.label)}: %{{x:.3g}}<extra></extra>"
-        bars = _bars([found])
-        data.append(
-            trace(
-                place,
-                [found.value],
-                [wrapped_label(row.label)],
-                mode="markers",
-                marker=marker,
-                hovertemplate=hover,
-                error_x=bars,
-            )
-        )
-    layout = {
-        "xaxis": {"title": {"text": "mean of |log ratio|"}, "rangemode": "tozero"},
-        "yaxis": names_axis(),
-        "height": plot_height(data),
-    }
+        data.append(trace(place, [found.value], [wrapped_label(row.label)], mode="markers", hovertemplate=hover, **style))
+    x = axis("mean of |log ratio|", rangemode="tozero")
+    layout = {"xaxis": x, "yaxis": names_axis(), "height": plot_height(data)}
     caption = (
         "The gap of a token is |log p(training) - log p(rollout)|. Bars: 95% intervals, by drawing sequences. Whether two "
         "remedies differ is in the table of changes, which is paired."
@@ -249,25 +234,11 @@ def tail(report: MismatchReport, kind: str) -> Plot:
             continue
         y = [100 * value if value > 0 else None for value in row.logprobs.tail]  # a log axis has no 0
         hover = f"{escaped(row.label)}: %{{y:.3g}}% of the tokens above %{{x:.3g}}<extra></extra>"
-        place = REMEDIES.index(row.remedy) if row.remedy in REMEDIES else len(REMEDIES)
-        style = {"width": 2, "dash": ("solid", "dash", "dot", "dashdot")[place % 4]}
-        data.append(
-            trace(
-                place,
-                report.settings.tail,
-                y,
-                mode="lines",
-                line=style,
-                name=escaped(row.label),
-                hovertemplate=hover,
-            )
-        )
-    shown = {"type": "log", "exponentformat": "power", "dtick": 1}
-    layout = {
-        "xaxis": {"title": {"text": "|log ratio|"}, **shown},
-        "yaxis": {"title": {"text": "% of the tokens above"}, **shown},
-        "legend": LEGEND,
-    }
+        line = {"width": 2, "dash": DASHES[place_of(row) % len(DASHES)]}
+        style = {"line": line, "name": escaped(row.label), "hovertemplate": hover}
+        data.append(trace(place_of(row), report.settings.tail, y, mode="lines", **style))
+    x, y_axis = axis("|log ratio|", **LOGARITHMIC), axis("% of the tokens above", **LOGARITHMIC)
+    layout = {"xaxis": x, "yaxis": y_axis, "legend": LEGEND}
     caption = (
         "The tail: how many tokens have a gap larger than the value on the x axis. A curve that ends further left has a "
         "shorter tail. Both axes are logarithmic; where no token is left, a curve ends."
@@ -275,46 +246,23 @@ def tail(report: MismatchReport, kind: str) -> Plot:
     return Plot(f"tail-{kind}", "Tail of the gap", caption, data, layout)
 
 
-def by_layer(report: MismatchReport, kind: str) -> Plot:
-    caption = "The share of tokens whose set of experts in this layer is not that of the rollout. Bars: 95% intervals."
-    data, layout = _layers(report, kind, lambda layer: layer.routers_differ)
-    return Plot(f"layers-{kind}", "Routing decisions with different experts, by layer", caption, data, layout)
-
-
-def so_far(report: MismatchReport, kind: str) -> Plot:
-    caption = "The share of tokens with a different set of experts in this layer or an earlier one. Bars: 95% intervals."
-    data, layout = _layers(report, kind, lambda layer: layer.tokens_differ_so_far)
-    return Plot(f"tokens-{kind}", "Tokens with different experts, up to each layer", caption, data, layout)
-
-
-def _layers(report: MismatchReport, kind: str, read: Callable[[LayerSets], Estimate]) -> tuple[list[Trace], dict[str, Any]]:
+def by_layer(
+    report: MismatchReport, kind: str, name: str, title: str, caption: str, read: Callable[[LayerSets], Estimate]
+) -> Plot:
+    """Draw a share of tokens by layer, a curve for each remedy."""
     data, rows = [], rows_of(report, kind)
     for index, row in enumerate(rows):
         found = [read(layer) for layer in row.sets.layers]
         hover = f"{escaped(row.label)}, layer %{{x:.0f}}: %{{y:.3g}}%<extra></extra>"
-        # next to each other, or the bars of the remedies would hide each other
-        x = [layer.layer + 0.06 * (index - (len(rows) - 1) / 2) for layer in row.sets.layers]
+        x = beside((layer.layer for layer in row.sets.layers), index, len(rows))
         y = [None if each.value is None else 100 * each.value for each in found]
-        place = REMEDIES.index(row.remedy) if row.remedy in REMEDIES else len(REMEDIES)
-        bars = _bars(found, 100)
-        data.append(curve_of(place, None, x, y, hover, name=escaped(row.label), error_y=bars))
+        style = {"name": escaped(row.label), "error_y": _bars(found, 100)}
+        data.append(curve_of(place_of(row), None, x, y, hover, **style))
     layers = max(len(row.sets.layers) for row in rows)
-    layout = {
-        "xaxis": layer_axis(layers),
-        "yaxis": {"title": {"text": "% of the tokens"}, "rangemode": "tozero"},
-        "legend": LEGEND,
-    }
-    return data, layout
+    layout = {"xaxis": layer_axis(layers), "yaxis": shares_axis(), "legend": LEGEND}
+    return Plot(name, title, f"{caption} Bars: 95% intervals.", data, layout)
 
 
 def _bars(found: list[Estimate], scale: float = 1.0) -> dict[str, Any]:
-    if any(each.value is None or each.low is None or each.high is None for each in found):
-        return {"visible": False}
-    return {
-        "type": "data",
-        "symmetric": False,
-        "array": [scale * (each.high - each.value) for each in found],  # type: ignore[operator]
-        "arrayminus": [scale * (each.value - each.low) for each in found],  # type: ignore[operator]
-        "thickness": 1.5,
-        "width": 3,
-    }
+    points = ((each.value, each.low, each.high) for each in found)
+    return error_bars(*(tuple(None if end is None else scale * end for end in point) for point in points)) | THIN

@@ -3,13 +3,14 @@
 import base64
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from holdfast.errors import require_extra
 from holdfast.files import write_atomically
+from holdfast.report.plot_data import Plot
 from holdfast.stored import StoredRecord
 
 if TYPE_CHECKING:
@@ -95,8 +96,8 @@ def write_report_page(
     return write_page(target, lambda: render(kind.load(source)), force=force)
 
 
-def render_template(template: str, data: Mapping[str, Any], **values: Any) -> str:
-    """Return a page. All values are escaped; only the scripts with our checksums may run. `data` is what they draw."""
+def render_template(template: str, drawn: Iterable[Plot], data: Mapping[str, Any] | None = None, **values: Any) -> str:
+    """Return a page. All values are escaped; only the scripts with our checksums may run. They draw plots and `data`."""
     require_extra("writing a page", "jinja2", "plotly")
     import jinja2
     from markupsafe import Markup
@@ -112,10 +113,10 @@ def render_template(template: str, data: Mapping[str, Any], **values: Any) -> st
     templates.policies["json.dumps_kwargs"] = {"allow_nan": False, "sort_keys": True, "separators": (",", ":")}
     scripts = [get_plotlyjs(), *((PAGE / name).read_text(encoding="utf-8") for name in SCRIPTS)]
     assert not any("</script" in script.lower() or "\r" in script for script in scripts)
-    empty: dict[str, Any] = {"plots": {}, "graphs": [], "views": [], "pixels": []}
+    given = {"plots": {plot.name: asdict(plot) for plot in drawn}, "graphs": [], "views": [], "pixels": [], **(data or {})}
     looks = {"colours": len(COLOURS), "borders": len(BORDERS)}
     return templates.get_template(template).render(
-        data={**empty, **data, "themes": THEMES, "looks": looks},
+        data={**given, "themes": THEMES, "looks": looks},
         themes=THEMES,
         experts=[with_text_colour(colour) for colour in COLOURS],
         borders=BORDERS,
@@ -184,6 +185,11 @@ def rise(nats: float) -> float:
 def number(value: float | None, digits: int = 3) -> str:
     """Return a number with this many significant digits, and a dash for None."""
     return decimal(value) if value is None else f"{value:.{digits}g}"
+
+
+def signed(value: float | None, form: str = ".3g") -> str:
+    """Return a number with its sign, and a dash for None."""
+    return decimal(value) if value is None else f"{value:+{form}}"
 
 
 def visible_lines(text: str) -> str:

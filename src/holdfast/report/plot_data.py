@@ -8,9 +8,11 @@ import html
 import math
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 SYMBOLS = ("circle", "diamond", "square", "triangle-up", "triangle-down", "cross", "x", "star")  # plotly's names
 MARKS = "●◆■▲▼✚✖★"  # the same as text
@@ -18,6 +20,8 @@ DASHES = ("solid", "dash", "dot", "dashdot")
 WIDTH = 22  # characters of a line of a name on an axis
 ALL_LAYERS = "all"
 THIN = {"thickness": 1.5, "width": 3}  # bars on a curve
+LOGARITHMIC = {"type": "log", "exponentformat": "power", "dtick": 1}
+LEGEND = {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"}  # above a plot: beside it there is no room on a phone
 
 Trace = dict[str, Any]
 
@@ -41,14 +45,13 @@ def trace(router: int, x: Sequence[Any], y: Sequence[Any], *, layer: str | None 
     return {"type": "scatter", "meta": meta, "x": list(x), "y": list(y), "hoverlabel": {"namelength": 0}, **style}
 
 
-def error_bars(means: Sequence[float], lows: Sequence[float], highs: Sequence[float]) -> dict[str, Any]:
-    """Return bars from the lows to the highs, as distances from the means."""
-    return {
-        "type": "data",
-        "symmetric": False,
-        "array": [high - mean for mean, high in zip(means, highs, strict=True)],
-        "arrayminus": [mean - low for mean, low in zip(means, lows, strict=True)],
-    }
+def error_bars(*points: tuple[float | None, float | None, float | None]) -> dict[str, Any]:
+    """Return bars from low to high of points (mean, low, high), as distances from the means; none if a number is None."""
+    means, *ends = (np.array(numbers, dtype=float) for numbers in zip(*points, strict=True))
+    above, below = ends[1] - means, means - ends[0]
+    if np.isnan([above, below]).any():
+        return {"visible": False}
+    return {"type": "data", "symmetric": False, "array": above.tolist(), "arrayminus": below.tolist()}
 
 
 def curve_of(
@@ -62,10 +65,19 @@ def curve_of(
 def range_over_layers(router: int, routers: int, found: Sequence[tuple[int, Sequence[float]]], hover: str) -> Trace:
     """Return the curve of each layer's mean over seeds, with bars from the lowest seed to the highest."""
     means = [statistics.fmean(values) for _, values in found]
-    bars = error_bars(means, [min(values) for _, values in found], [max(values) for _, values in found]) | THIN
-    # next to each other, or the bars of the routers would hide each other
-    x = [layer + 0.06 * (router - (routers - 1) / 2) for layer, _ in found]
-    return curve_of(router, None, x, means, hover, error_y=bars)
+    bars = error_bars(*((mean, min(values), max(values)) for mean, (_, values) in zip(means, found, strict=True))) | THIN
+    return curve_of(router, None, beside((layer for layer, _ in found), router, routers), means, hover, error_y=bars)
+
+
+def beside(layers: Iterable[int], place: int, count: int) -> list[float]:
+    """Return places on the axis of layers, next to those of the other curves, whose bars would otherwise hide these."""
+    return [layer + 0.06 * (place - (count - 1) / 2) for layer in layers]
+
+
+def relative_load(percent: Sequence[float]) -> list[float]:
+    """Return the load of each expert, divided by the even load."""
+    even = statistics.fmean(percent) if percent else 0.0
+    return [share / even if even else 0.0 for share in percent]
 
 
 def line_at(axis: str, level: float) -> dict[str, Any]:
@@ -75,8 +87,16 @@ def line_at(axis: str, level: float) -> dict[str, Any]:
     return {"type": "line", **ends, "line": {"dash": "dot"}}
 
 
+def axis(title: str, **style: Any) -> dict[str, Any]:
+    return {"title": {"text": title}, **style}
+
+
+def shares_axis(of: str = "tokens") -> dict[str, Any]:
+    return axis(f"% of the {of}", rangemode="tozero")
+
+
 def layer_axis(layers: int) -> dict[str, Any]:
-    return {"title": {"text": "layer"}, "tick0": 0, "dtick": tick_step(layers), "zeroline": False}
+    return axis("layer", tick0=0, dtick=tick_step(layers), zeroline=False)
 
 
 def tick_step(count: int) -> int:

@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from holdfast.metrics import Difference
@@ -15,6 +15,7 @@ from holdfast.report.plot_data import (
     THIN,
     Plot,
     Trace,
+    axis,
     curve_of,
     dash,
     error_bars,
@@ -24,6 +25,8 @@ from holdfast.report.plot_data import (
     names_axis,
     plot_height,
     range_over_layers,
+    relative_load,
+    shares_axis,
     symbol,
     tick_step,
     trace,
@@ -38,21 +41,10 @@ CARRIED = "What an attack found at a smaller budget counts at larger ones too."
 
 def plots(results: Results) -> list[Plot]:
     """Return the plots that have data."""
-    made = [
-        clean_and_attacked,
-        cost,
-        differences,
-        every_attack,
-        training,
-        load,
-        entropy,
-        near_ties,
-        fluctuation,
-        consistency,
-    ]
-    found = [make(results) for make in made]
-    place = made.index(every_attack) + 1
-    return [plot for plot in (*found[:place], *attack_curves(results), *found[place:]) if plot.data]
+    of_results = (clean_and_attacked, cost, differences, every_attack)
+    of_runs = (training, load, entropy, near_ties, fluctuation, consistency)
+    drawn = [draw(results) for draw in of_results], attack_curves(results), [draw(results) for draw in of_runs]
+    return [plot for plot in chain(*drawn) if plot.data]
 
 
 def clean_and_attacked(results: Results) -> Plot:
@@ -94,7 +86,8 @@ def differences(results: Results) -> Plot:
             if found is None:
                 continue
             label = wrapped_label(f"{row.label}, {text}")
-            data.append(_marks(place, [found.mean], [label], 10, shape, "%{y}: %{x:+.3g}", error_x=_error(found)))
+            bars = error_bars((found.mean, found.low, found.high))
+            data.append(_marks(place, [found.mean], [label], 10, shape, "%{y}: %{x:+.3g}", error_x=bars))
     layout = _names_layout(data, "difference") | {"shapes": [line_at("x", 0)]}
     known = [one for row in results.rows for one in (row.clean_difference, row.attacked_difference) if one is not None]
     claims = sum(one.kind != "unknown" for one in known)
@@ -135,8 +128,7 @@ def training(results: Results) -> Plot:
     caption = "Training loss: the mean over seeds; thin lines are single seeds." + (
         f" Each point is the mean of {width} steps." if width > 1 else ""
     )
-    layout = {"xaxis": {"title": {"text": "step"}}, "yaxis": {"title": {"text": "loss"}}}
-    return Plot("training", "Training curves", caption, data, layout)
+    return Plot("training", "Training curves", caption, data, {"xaxis": axis("step"), "yaxis": axis("loss")})
 
 
 def load(results: Results) -> Plot:
@@ -145,15 +137,15 @@ def load(results: Results) -> Plot:
     most = 0
     for place, row in enumerate(results.rows):
         for layer, states in by_layer(results.cells_of(row)):
-            curves = [_relative_load(state) for state in states]
-            curves = [curve for curve in curves if len(curve) == len(curves[0])]
+            curves = [relative_load(state.load.percent) for state in states]
+            curves = [sorted(curve, reverse=True) for curve in curves if len(curve) == len(curves[0])]
             mean = [statistics.fmean(same) for same in zip(*curves, strict=True)]
             most = max(most, len(mean))
             hover = f"{escaped(row.label)}, rank %{{x}}: %{{y:.2f}} times the even load<extra></extra>"
             data.append(curve_of(place, layer, list(range(1, len(mean) + 1)), mean, hover))
     layout = {
-        "xaxis": {"title": {"text": "experts, the busiest first"}, "tick0": 1, "dtick": tick_step(most)},
-        "yaxis": {"title": {"text": "load / even load"}, "rangemode": "tozero"},
+        "xaxis": axis("experts, the busiest first", tick0=1, dtick=tick_step(most)),
+        "yaxis": axis("load / even load", rangemode="tozero"),
         "shapes": [line_at("y", 1)],
     }
     caption = (
@@ -179,11 +171,8 @@ def entropy(results: Results) -> Plot:
         if found:
             hover = f"{escaped(row.label)}, layer %{{x:.0f}}: %{{y:.3f}} nats<extra></extra>"
             data.append(range_over_layers(place, len(results.rows), found, hover))
-    layout = {
-        "xaxis": layer_axis(layers),
-        "yaxis": {"title": {"text": "entropy, nats"}},
-        "shapes": [line_at("y", level) for level in sorted(most)],
-    }
+    lines = [line_at("y", level) for level in sorted(most)]
+    layout = {"xaxis": layer_axis(layers), "yaxis": axis("entropy, nats"), "shapes": lines}
     caption = (
         "Entropy of the gates, the mean over tokens and seeds; bars reach from the lowest seed to the highest. The dotted "
         "line is the logarithm of the number of experts, the entropy of a uniform router. Clean data."
@@ -206,8 +195,8 @@ def near_ties(results: Results) -> Plot:
     widths = sorted({x for curve in data for x in curve["x"]})
     ticks = {"tickmode": "array", "tickvals": widths, "ticktext": [f"{width:g}" for width in widths]}
     layout = {
-        "xaxis": {"title": {"text": "gap to the next expert"}, "type": "log", **ticks},
-        "yaxis": {"title": {"text": "% of the tokens"}, "type": "log", "dtick": 1, "exponentformat": "none"},
+        "xaxis": axis("gap to the next expert", type="log", **ticks),
+        "yaxis": axis("% of the tokens", type="log", dtick=1, exponentformat="none"),
     }
     caption = (
         "The share of tokens that are near-ties: the last selected expert and the next differ by less than the gap on the x "
@@ -243,9 +232,9 @@ def cost(results: Results) -> Plot:
         if row.cost is None:
             continue
         low, high = (None if nats is None else rise(nats) for nats in (row.cost.low, row.cost.high))
-        percent = replace(row.cost, mean=rise(row.cost.mean), low=low, high=high)
+        mean, bars = rise(row.cost.mean), error_bars((rise(row.cost.mean), low, high))
         hover, label = f"{escaped(row.label)}: %{{x:+.2f}}%<extra></extra>", wrapped_label(row.label)
-        data.append(_marks(place, [percent.mean], [label], 10, symbol(place), hover, error_x=_error(percent)))
+        data.append(_marks(place, [mean], [label], 10, symbol(place), hover, error_x=bars))
     layout = _names_layout(data, "perplexity rise, %", rangemode="tozero") | {"shapes": [line_at("x", 0)]}
     caption = (
         "How much the attack raises the perplexity of the untouched words, which are the same in both texts, with 95% "
@@ -259,22 +248,15 @@ def cost(results: Results) -> Plot:
 def budget_curve(place: int, label: str, budgets: Sequence[float], errors: Sequence[Difference | None]) -> Trace:
     """Return the curve of one router or attack, with its intervals if it has any."""
     known = [(LEVELS * budget, error) for budget, error in zip(budgets, errors, strict=True) if error is not None]
-    means = [error.mean for _, error in known]
-    intervals = [(error.low, error.high) for _, error in known if error.low is not None and error.high is not None]
-    style = {}
-    if intervals and len(intervals) == len(known):
-        lows, highs = zip(*intervals, strict=True)
-        style["error_y"] = error_bars(means, lows, highs) | THIN
+    bars = error_bars(*((error.mean, error.low, error.high) for _, error in known)) | THIN
     hover = f"{escaped(label)}, budget %{{x:.3g}}/{LEVELS}: %{{y:.2f}}%<extra></extra>"
-    return curve_of(place, None, [budget for budget, _ in known], means, hover, **style)
+    means = [error.mean for _, error in known]
+    return curve_of(place, None, [budget for budget, _ in known], means, hover, error_y=bars)
 
 
 def budget_plot(name: str, title: str, caption: str, data: list[Trace], error: str) -> Plot:
-    layout = {
-        "xaxis": {"title": {"text": f"budget (l_inf), in 1/{LEVELS}"}, "rangemode": "tozero"},
-        "yaxis": {"title": {"text": f"{error}, %"}, "rangemode": "tozero"},
-    }
-    return Plot(name, title, caption, data, layout)
+    x, y = (axis(text, rangemode="tozero") for text in (f"budget (l_inf), in 1/{LEVELS}", f"{error}, %"))
+    return Plot(name, title, caption, data, {"xaxis": x, "yaxis": y})
 
 
 def attack_curves(results: Results) -> Iterator[Plot]:
@@ -288,8 +270,6 @@ def attack_curves(results: Results) -> Iterator[Plot]:
                 if curve is not None and any(getattr(curve, key)):
                     data.append(budget_curve(place, row.label, curve.budgets, getattr(curve, key)))
                     images.add(curve.examples)
-            if not data:
-                continue
             if key == "top5" and not any(value for trace in data for value in trace["y"]):
                 continue  # always so with five classes or fewer
             caption = (
@@ -304,15 +284,18 @@ def fluctuation(results: Results) -> Plot:
     """Draw the share of flips between snapshots of the training."""
     data: list[Trace] = []
     for place, row in enumerate(results.rows):
-        for layer, changes in _changes(results.cells_of(row)).items():
-            steps = sorted(changes)
-            means = [statistics.fmean(changes[step]) for step in steps]
-            hover = f"{escaped(row.label)}, up to step %{{x}}: %{{y:.2f}}% of the tokens<extra></extra>"
-            data.append(curve_of(place, layer, steps, means, hover))
-    layout = {
-        "xaxis": {"title": {"text": "step"}},
-        "yaxis": {"title": {"text": "% of the tokens"}, "rangemode": "tozero"},
-    }
+        flipped: dict[str, dict[int, list[float]]] = {ALL_LAYERS: {}}  # % of the tokens, by layer and by the later step
+        for cell in results.cells_of(row):
+            for layer in cell.snapshots.layers:
+                for step, share in zip(cell.snapshots.steps[1:], layer.fluctuation, strict=True):
+                    for name in (ALL_LAYERS, str(layer.layer)) if share is not None else ():
+                        flipped.setdefault(name, {}).setdefault(step, []).append(100 * share)
+        hover = f"{escaped(row.label)}, up to step %{{x}}: %{{y:.2f}}% of the tokens<extra></extra>"
+        for name, changes in flipped.items():
+            if changes:
+                means = [statistics.fmean(changes[step]) for step in sorted(changes)]
+                data.append(curve_of(place, name, sorted(changes), means, hover))
+    layout = {"xaxis": axis("step"), "yaxis": shares_axis()}
     caption = (
         "Routing fluctuation: the share of tokens that flip between a snapshot and the one before, the mean over seeds. "
         "Lower is more stable."
@@ -334,7 +317,7 @@ def consistency(results: Results) -> Plot:
             hover = f"{escaped(row.label)}, layer %{{x:.0f}}: %{{y:.2f}}% of the tokens<extra></extra>"
             data.append(range_over_layers(place, len(results.rows), sorted(found.items()), hover))
             layers = max(layers, max(found) + 1)
-    layout = {"xaxis": layer_axis(layers), "yaxis": {"title": {"text": "% of the tokens"}}}
+    layout = {"xaxis": layer_axis(layers), "yaxis": axis("% of the tokens")}
     perturbations = list(dict.fromkeys(cell.consistency.what for cell in results.cells))
     caption = (
         f"The share of tokens that keep their experts under {listed(perturbations) if perturbations else 'noise'}: "
@@ -354,23 +337,6 @@ def by_layer(cells: Sequence[CellResult]) -> Iterator[tuple[str, list[Layer]]]:
         yield str(place), same
 
 
-def _changes(cells: list[CellResult]) -> dict[str, dict[int, list[float]]]:
-    """Return the percentage of tokens that flipped, by layer and by the step of the later snapshot."""
-    found: dict[str, dict[int, list[float]]] = {ALL_LAYERS: {}}
-    for cell in cells:
-        for layer in cell.snapshots.layers:
-            for step, share in zip(cell.snapshots.steps[1:], layer.fluctuation, strict=True):
-                if share is not None:
-                    for name in (ALL_LAYERS, str(layer.layer)):
-                        found.setdefault(name, {}).setdefault(step, []).append(100 * share)
-    return {name: changes for name, changes in found.items() if changes}
-
-
-def _relative_load(layer: Layer) -> list[float]:
-    even = statistics.fmean(layer.load.percent) if layer.load.percent else 0.0
-    return sorted((percent / even if even else 0.0 for percent in layer.load.percent), reverse=True)
-
-
 def _marks(place: int, x: Sequence[Any], names: Sequence[str], size: int, shape: str, hover: str, **style: Any) -> Trace:
     marker = {"size": size, "symbol": shape, "line": {"width": 2}}
     return trace(place, x, names, mode="markers", marker=marker, hovertemplate=hover, **style)
@@ -381,12 +347,6 @@ def _single_seeds(place: int, figures: Sequence[float | None], name: str, shape:
     return trace(place, figures, [name] * len(figures), mode="markers", marker=small, opacity=0.45, hoverinfo="skip")
 
 
-def _names_layout(data: Sequence[Trace], title: str, **axis: Any) -> dict[str, Any]:
+def _names_layout(data: Sequence[Trace], title: str, **style: Any) -> dict[str, Any]:
     """Return the layout of a plot with names on its y axis."""
-    return {"xaxis": {"title": {"text": escaped(title)}, **axis}, "yaxis": names_axis(), "height": plot_height(data)}
-
-
-def _error(found: Difference) -> dict[str, Any]:
-    if found.low is None or found.high is None:
-        return {"visible": False}
-    return error_bars([found.mean], [found.low], [found.high])
+    return {"xaxis": axis(escaped(title), **style), "yaxis": names_axis(), "height": plot_height(data)}

@@ -9,9 +9,8 @@ from typing import Any
 
 from holdfast.auditing.reports import MeasuredLayer, Slice
 from holdfast.report.page_shell import visible_lines
-from holdfast.report.plot_data import Plot, Trace, escaped, trace
+from holdfast.report.plot_data import LEGEND, Plot, Trace, axis, escaped, trace
 
-LEGEND = {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"}  # above a plot: beside it there is no room on a phone
 COLOURS = 8  # of cells in each theme
 SMALLEST = 0.012  # share of the picture that a cell needs to have its name written on it
 LONGEST_NAME = 24  # characters of a token's text
@@ -38,14 +37,9 @@ def cells_caption(slices: Sequence[tuple[str | None, Slice]], panel: int = 0) ->
 def slice_plot(name: str, slices: Sequence[tuple[str | None, Slice]], panel: int, title: str, caption: str) -> Plot:
     """Draw a slice for each layer, as routed by the model (panel 0) or the what-if (1); layer None: shown for all layers."""
     data = [part for layer, found in slices if panel < len(found.extra) for part in _traces(found, panel, layer)]
-    axis = {"zeroline": False, "showgrid": False, "constrain": "domain", "nticks": 6}
-    layout: dict[str, Any] = {
-        "xaxis": {**axis, "title": {"text": "shares of the token's norm"}},
-        "yaxis": {**axis, "scaleanchor": "x"},
-        "height": 470,
-        "legend": LEGEND,
-    }
-    return Plot(name, title, caption, data, layout)
+    plain = {"zeroline": False, "showgrid": False, "constrain": "domain", "nticks": 6}
+    x, y = axis("shares of the token's norm", **plain), {**plain, "scaleanchor": "x"}
+    return Plot(name, title, caption, data, {"xaxis": x, "yaxis": y, "height": 470, "legend": LEGEND})
 
 
 def _traces(found: Slice, panel: int, layer: str | None) -> list[Trace]:
@@ -64,10 +58,11 @@ def _traces(found: Slice, panel: int, layer: str | None) -> list[Trace]:
         look = {"showscale": False, "hoverinfo": "skip", "hoverongaps": False, "zmin": 0, "zmax": MOST_EXTRA}
         traces.append({"type": "heatmap", "meta": {"fill": "strip", **own}, "z": shown, **grid, **look})
         for count in range(1, 1 + max(count or 0 for row in shown for count in row)):
-            meta = {"ink": "strip", "share": count / MOST_EXTRA}
             more = " or more" if count == MOST_EXTRA else ""
             mark = {"size": 12, "symbol": "square"}
-            traces.append(_inked([None], [None], layer, meta, mode="markers", marker=mark, name=f"+{count}{more} experts"))
+            key = inked([None], [None], layer, "strip", mode="markers", marker=mark, name=f"+{count}{more} experts")
+            key["meta"]["share"] = count / MOST_EXTRA
+            traces.append(key)
     dash = "solid" if extra is None else "dot"
     across: list[float | None] = []  # all lines as one curve with gaps
     up: list[float | None] = []
@@ -76,32 +71,27 @@ def _traces(found: Slice, panel: int, layer: str | None) -> list[Trace]:
         across += [x0, (x0 + x1) / 2, x1, None]
         up += [y0, (y0 + y1) / 2, y1, None]
         texts += [f"experts {one} and {two} tie"] * 3 + [None]
-    ink = {"ink": "line"}
     name = "2 experts tie (order 1)"
-    traces.append(_inked(across, up, layer, ink, mode="lines", line={"width": 1.6, "dash": dash}, name=name, text=texts))
+    traces.append(inked(across, up, layer, "line", mode="lines", line={"width": 1.6, "dash": dash}, name=name, text=texts))
     if found.points:
         x, y = [point[0] for point in found.points], [point[1] for point in found.points]
         tied = [f"experts {set_name(point[2:])} tie" for point in found.points]
         mark = {"size": 9, "symbol": "circle", "line": {"width": 2}}
-        traces.append(_inked(x, y, layer, {"ink": "ring"}, mode="markers", marker=mark, name="3 tie (order 2)", text=tied))
+        traces.append(inked(x, y, layer, "ring", mode="markers", marker=mark, name="3 tie (order 2)", text=tied))
     x, y, names = _centres(found)
-    traces.append(_inked(x, y, layer, ink, mode="text", text=names, hoverinfo="skip", textfont={"size": 12}))
+    traces.append(inked(x, y, layer, "line", mode="text", text=names, hoverinfo="skip", textfont={"size": 12}))
     x, y = [mark.x for mark in found.tokens], [mark.y for mark in found.tokens]
     said = [token_name(mark.text) for mark in found.tokens]
-    traces.append(
-        _inked(
-            x, y, layer, {"ink": "full"}, mode="markers+text", name="tokens", text=said, textposition="top center",
-            marker={"size": 10, "symbol": "diamond"}, textfont={"size": 13},
-        )
-    )  # fmt: skip
+    look = {"marker": {"size": 10, "symbol": "diamond"}, "textfont": {"size": 13}, "textposition": "top center"}
+    traces.append(inked(x, y, layer, "full", mode="markers+text", name="tokens", text=said, **look))
     return traces
 
 
-def _inked(x: Sequence[Any], y: Sequence[Any], layer: str | None, meta: dict[str, Any], **style: Any) -> Trace:
-    made = trace(0, x, y, layer=layer, **{"hovertemplate": "%{text}<extra></extra>", **style})
-    if "hoverinfo" in style:
-        del made["hovertemplate"]
-    return {**made, "meta": {**made["meta"], **meta}}
+def inked(x: Sequence[Any], y: Sequence[Any], layer: str | None, ink: str, **style: Any) -> Trace:
+    """Return a trace in the colour of text, or of the strip."""
+    hover = {} if "hoverinfo" in style else {"hovertemplate": "%{text}<extra></extra>"}
+    made = trace(0, x, y, layer=layer, **hover, **style)
+    return {**made, "meta": {**made["meta"], "ink": ink}}
 
 
 def _centres(found: Slice) -> tuple[list[float], list[float], list[str]]:

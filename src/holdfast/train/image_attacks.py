@@ -242,16 +242,19 @@ def attack_table(
     curves = [curve_of(find_attack(kind, "images"), classify, pixels, labels, budgets, **how) for kind in kinds]
     points = [point for curve in curves for point in curve]
     shown = f"{points[0].norm} {points[0].budget:.4g}, " if len(set(budgets)) == 1 else ""
-    rows = [[point.attack, point.budget, attacked_error(point), attacked_error(point, TOP)] for point in points]
-    rows = [[name, budget, error, "" if top5 is None else top5] for name, budget, error, top5 in rows]
+    errors = [(attacked_error(point), attacked_error(point, TOP)) for point in points]
+    rows = [
+        [point.attack, point.budget, error, "" if top5 is None else top5, point.realised]
+        for point, (error, top5) in zip(points, errors, strict=True)
+    ]
     flags = dict.fromkeys(flag for point in points for flag in point.flags)
     summary: dict[str, Any] = _attacked(points[0])
     if len(points) > 1:
         summary = {"attacks": [_attacked(point) for point in points]}
     return {
         "title": f"{', '.join(dict.fromkeys(point.attack for point in points))}, {shown}{len(labels)} images",
-        "columns": ["", "budget", "error, %", "top-5 error, %"],
-        "rows": [["clean", 0.0, *clean], *rows],
+        "columns": ["", "budget", "error, %", "top-5 error, %", "largest change"],
+        "rows": [["clean", 0.0, *clean, 0.0], *rows],
         "caption": _CARRIED if len(set(budgets)) > 1 else None,
         "flags": [flag.summary() for flag in flags],
         "summary": summary,
