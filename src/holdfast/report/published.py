@@ -48,8 +48,6 @@ def our_figure(row: Row, column: Column) -> str:
     return decimal(100 - value if rule == "100 - " else 100 * value if rule == "100 * " else value)
 
 
-def differences(run: PaperRun) -> Table:
-    """Return what a run did otherwise than the paper, one sentence a row."""
-    rows = [{"what is done otherwise, or read into the paper": sentence} for sentence in run.deviations]
-    rows += [{"what is done otherwise, or read into the paper": f"Not built here: {sentence}"} for sentence in run.needs]
-    return Table.of("Deviations", rows)
+def title_of(paper: PaperRun) -> str:
+    """Return the title of the table with our figures."""
+    return f"{paper.name} ({', '.join(paper.covers)}): published figures, and ours"
