@@ -25,8 +25,7 @@ from torch import Tensor
 
 import holdfast
 from holdfast.hub import MOE_FAMILIES
-from holdfast.hub.families import moe_family
-from holdfast.hub.layers import MoELayerRef, moe_layers
+from holdfast.hub.layers import MoELayerRef, moe_family, moe_layers
 from holdfast.routing import Router
 from holdfast.version import versions
 

@@ -15,7 +15,8 @@ def on_ranks(script: Path, *arguments: str, processes: int = 2, patience: float 
     if torchrun:
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     tests = script.parent.parent
-    paths = [str(script.parent), str(tests), str(tests / "hub"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    folders = [script.parent, tests, tests / "hub", tests.parent / "benchmarks"]
+    paths = [*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])]
     # Without a buffer a line and its end are written apart, and lines of two processes mix.
     buffered = {"PYTHONUNBUFFERED": ""}
     # The processes talk through gloo; a machine with one GPU has none for the second process.

@@ -123,13 +123,13 @@ def test_two_audits_are_compared_without_a_model(folder: Path, text: Path, tmp_p
 def test_an_interrupted_command_writes_the_finished_batches(
     folder: Path, text: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from holdfast.cli import audit as command
+    from holdfast.cli import common
 
     def stop(done: float, what: str) -> None:
         if done >= 64:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(command, "bar", lambda *_, **__: nullcontext(stop))
+    monkeypatch.setattr(common, "bar", lambda *_, **__: nullcontext(stop))
     given = ["audit", str(folder), "--source", str(text), *QUICK, "--perturb", "none", "--out", str(tmp_path)]
     assert main(given) == 130
     assert "Interrupted" in capsys.readouterr().out

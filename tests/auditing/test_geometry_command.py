@@ -48,13 +48,13 @@ def test_without_a_what_if_only_the_own_router_is_measured(folder: Path, text: P
 def test_an_interrupted_command_writes_the_finished_batches(
     folder: Path, text: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from holdfast.cli import geometry as command
+    from holdfast.cli import common
 
     def stop(done: float, what: str) -> None:
         if done > 0:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(command, "bar", lambda *_, **__: nullcontext(stop))
+    monkeypatch.setattr(common, "bar", lambda *_, **__: nullcontext(stop))
     assert main(["geometry", str(folder), "--source", str(text), *QUICK, "--out", str(tmp_path)]) == 130
     assert "Interrupted" in capsys.readouterr().out
     assert GeometryReport.load(tmp_path / "geometry.json").status == "interrupted"

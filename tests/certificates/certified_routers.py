@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.certificates import Gate
-from holdfast.hub.families import GroupedSigmoid
-from holdfast.routing import Attention, Context, Previous, Router, Routing, create_router
+from holdfast.hub.families import GROUPED_SIGMOID
+from holdfast.routing import Attention, Context, Linear, Previous, Router, Routing, create_router
 from holdfast.routing.selection import Rule
 
 # name of the subject -> (name of the router, its options, experts, k)
@@ -53,6 +53,17 @@ EXACT = ["linear", "bias", "xmoe", "ac", "ac mixed", "xmoe+ac", "remoe", "xmoe+r
 
 def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
+
+
+def linear_score(weight: list[list[float]] | Tensor, bias: list[float] | Tensor | None = None) -> Linear:
+    """Return a score with these weights (experts, width)."""
+    weight = torch.as_tensor(weight)
+    score = Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
+    with torch.no_grad():
+        score.weight.copy_(weight)
+        if score.bias is not None:
+            score.bias.copy_(torch.as_tensor(bias))
+    return score
 
 
 def previous(batch: int, length: int, dim: int, clusters: int, seed: int) -> Previous:
@@ -117,7 +128,7 @@ def grouped_sigmoid(experts: int, groups: int, kept: int, seed: int = 0, spread:
         get_buffer=owner.get_buffer,
         e_score_correction_bias=bias,
     )
-    return GroupedSigmoid(settings)
+    return GROUPED_SIGMOID(settings)
 
 
 def sigmoid_gate(

@@ -103,9 +103,3 @@ def mixed_radii(
             low, high = (r, high) if good else (low, r)
         radii.append(low)
     return radii
-
-
-def nearest_flip(chosen: Tensor, distances: Tensor) -> float:
-    """Return the distance of the nearest point with another set, for points with sets (P,E); the first is the token."""
-    other = distances[(chosen != chosen[0]).any(1)]
-    return float(other.min()) if len(other) else math.inf

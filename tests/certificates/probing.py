@@ -1,6 +1,7 @@
 """Perturbations of every kind inside a radius, and whether one of them flips a token."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 
 import torch
 from certificates.certified_routers import generator
@@ -55,7 +56,7 @@ def finite(radius: Tensor, tokens: Tensor) -> Tensor:
     return radius.minimum(100 * (tokens.double().abs().amax(-1) + 1))
 
 
-def probe(sets: Sets, tokens: Tensor, radius: Tensor, norm: Norm, tries: Iterator[Tensor]) -> tuple[int, int]:
+def probe(sets: Sets, tokens: Tensor, radius: Tensor, norm: Norm, tries: Iterable[Tensor]) -> tuple[int, int]:
     """Return the number of pairs of a token and a perturbation within its radius, and how many of them flipped."""
     with torch.no_grad():
         clean = sets(tokens)
@@ -67,8 +68,37 @@ def probe(sets: Sets, tokens: Tensor, radius: Tensor, norm: Norm, tries: Iterato
     return tried, changed
 
 
-def sets_of(router: Router, context: Context | None = None, core: int | None = None) -> Sets:
-    """Return a function to the selected sets of a router, or to its `core` best experts."""
+def require_sound(
+    sets: Sets, keys: Callable[[Tensor], Tensor], tokens: Tensor, found: Certificates, count: int, least: float
+) -> None:
+    """Fail if a perturbation within the radius flips a token, or if fewer than `least` pairs of both were tried.
+
+    Perturbations are those along the slopes of `keys`, in which margins are measured, and `count` others.
+    """
+    normal = steepest(slopes(keys, tokens, found), found.norm)
+    tries = chain([normal, -normal], directions(tokens, found.norm, count))
+    tried, changed = probe(sets, tokens, found.radius, found.norm, tries)
+    assert tried > least and changed == 0
+
+
+def share_of_search(sets: Sets, tokens: Tensor, found: Certificates) -> float:
+    """Return the median share of the distances, of tokens (T,2), that a search of the plane finds; fail if one is larger."""
+    shares = []
+    for x, distance in zip(tokens, found.distance.flatten().tolist(), strict=True):
+        line = torch.linspace(-3 * distance, 3 * distance, 201, dtype=torch.float64)
+        offsets = torch.cat([torch.zeros(1, 2, dtype=torch.float64), torch.cartesian_prod(line, line)])
+        lengths = offsets.norm(dim=1) if found.norm == "l2" else offsets.abs().amax(1)
+        chosen = sets((x.double() + offsets).float())
+        other = lengths[(chosen != chosen[0]).any(1)]
+        if len(other):
+            assert distance <= float(other.min()) * 1.0001
+            shares.append(distance / float(other.min()))
+    return sorted(shares)[len(shares) // 2]
+
+
+def sets_of(router: Router, context: Context | None = None) -> Sets:
+    """Return a function to the selected sets of a router, or to those that are certified: its `core` best experts."""
+    core = router.select.declares.core
 
     def sets(tokens: Tensor) -> Tensor:
         routing = router(tokens, context)

@@ -2,13 +2,14 @@
 
 import json
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
-from certificates.certified_routers import build, generator
+from certificates.certified_routers import build, generator, linear_score
 from torch import Tensor
 
-from holdfast.certificates import Certificates, Gate, MajorityVote, NoCertificate, Smoothing, certify
+from holdfast.certificates import Certificates, Gate, MajorityVote, NoCertificate, Smoothing, certify, undecided
 from holdfast.routing import Context, Cosine, Linear, Router, RouterCache, Score, TopK, create_router
 
 
@@ -74,11 +75,7 @@ def test_the_summary_is_json_and_the_share_falls_with_the_radius() -> None:
 
 
 def test_a_zero_token_has_no_finite_relative_radius() -> None:
-    score = Linear(2, 2, bias=True)
-    with torch.no_grad():
-        score.weight.copy_(torch.eye(2))
-        score.bias.copy_(torch.tensor([1.0, 0.0]))  # type: ignore[union-attr]
-    made = Router(score, select=TopK(2, 2, 1)).eval()
+    made = Router(linear_score(torch.eye(2), [1.0, 0.0]), select=TopK(2, 2, 1)).eval()
     found = certify(made, torch.tensor([[0.0, 0.0], [0.0, 1.0]]))
     assert found.relative.tolist() == [math.inf, 0.0]
 
@@ -149,34 +146,38 @@ def test_records_are_frozen_and_hold_float64() -> None:
         found.kind = "exact"  # type: ignore[misc]
 
 
-def test_mistakes_raise_one_line_errors() -> None:
-    made, tokens = plain(), torch.randn(4, 6)
-    with pytest.raises(ValueError, match=r"'l_2'.*'l2'"):
-        certify(made, tokens, norm="l_2")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"1 of 4 tokens.*NaN"):
-        certify(made, tokens.index_fill(0, torch.tensor([2]), math.nan))
-    with pytest.raises(ValueError, match=r"\(4, 5\).*\(B, N, 6\).*\(T, 6\)"):
-        certify(made, tokens[:, :5])
-    with pytest.raises(ValueError, match=r"\(B, N, 12\)"):
-        certify(build("similarity")[0], torch.randn(4, 12))
-    with pytest.raises(ValueError, match="eval"):
-        certify(plain().train(), tokens)
-    with pytest.raises(ValueError, match="cache"):
-        certify(made, tokens, Context(cache=RouterCache()))
-    with pytest.raises(ValueError, match="Gate"):
-        certify(Gate(torch.eye(6), 1), tokens, Context())
-    with pytest.raises(ValueError, match=r"Router.*Gate"):
-        certify("smoe", tokens)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"\bk\b.* 7"):
-        Gate(torch.eye(6), 7)
-    with pytest.raises(ValueError, match=r"bias.*\(2,\).*\b6\b"):
-        Gate(torch.eye(6), 1, bias=torch.zeros(2))
-    with pytest.raises(ValueError, match="finite"):
-        Gate(torch.full((2, 2), math.nan), 1)
-    with pytest.raises(ValueError, match="floating-point"):
-        certify(made, tokens, arithmetic=torch.int32)
-    with pytest.raises(ValueError, match="cache"):
-        MajorityVote(made, Smoothing(sigma=1.0), context=Context(cache=RouterCache()))
+MADE, TOKENS, VOTES = plain(), torch.randn(4, 6), Smoothing(sigma=1.0, samples=10)
+MISTAKES: list[tuple[Callable[[], object], str]] = [
+    (lambda: certify(MADE, TOKENS, norm="l_2"), r"'l_2'.*'l2'"),  # type: ignore[arg-type]
+    (lambda: certify(MADE, TOKENS.index_fill(0, torch.tensor([2]), math.nan)), r"1 of 4 tokens.*NaN"),
+    (lambda: certify(MADE, TOKENS[:, :5]), r"\(4, 5\).*\(B, N, 6\).*\(T, 6\)"),
+    (lambda: certify(build("similarity")[0], torch.randn(4, 12)), r"\(B, N, 12\)"),
+    (lambda: certify(plain().train(), TOKENS), "eval"),
+    (lambda: certify(MADE, TOKENS, Context(cache=RouterCache())), "cache"),
+    (lambda: certify(Gate(torch.eye(6), 1), TOKENS, Context()), "Gate"),
+    (lambda: certify("smoe", TOKENS), r"Router.*Gate"),  # type: ignore[arg-type]
+    (lambda: Gate(torch.eye(6), 7), r"\bk\b.* 7"),
+    (lambda: Gate(torch.eye(6), 1, bias=torch.zeros(2)), r"bias.*\(2,\).*\b6\b"),
+    (lambda: Gate(torch.full((2, 2), math.nan), 1), "finite"),
+    (lambda: certify(MADE, TOKENS, arithmetic=torch.int32), "floating-point"),
+    (lambda: undecided(MADE, TOKENS, torch.int64), "floating-point"),
+    (lambda: undecided(MADE, TOKENS, torch.float32, accumulate=torch.bfloat16), "no kernel sums in a shorter type"),
+    (lambda: undecided(MADE, TOKENS, torch.float32, rounding="wors"), "'worst'"),  # type: ignore[arg-type]
+    (lambda: Smoothing(sigma=-1.0), r"sigma.* -1"),
+    (lambda: Smoothing(sigma=1.0, alpha=0.0), r"alpha.* 0"),
+    (lambda: Smoothing(sigma=1.0, samples=0), "at least 1"),
+    (lambda: certify(MajorityVote(MADE, VOTES), TOKENS * math.nan), "NaN"),
+    (lambda: certify(MajorityVote(MADE, VOTES), TOKENS.long()), "floating"),
+    (lambda: certify(MajorityVote(plain().train(), VOTES), TOKENS), "eval"),
+    (lambda: MajorityVote(lambda rows: MADE(rows), VOTES, context=Context()), "callable"),
+    (lambda: MajorityVote(MADE, VOTES, context=Context(cache=RouterCache())), "cache"),
+]
+
+
+@pytest.mark.parametrize(("call", "says"), MISTAKES, ids=range(len(MISTAKES)))
+def test_mistakes_raise_one_line_errors(call: Callable[[], object], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        call()
 
 
 @pytest.mark.parametrize("name", ["softmoe", "smear", "softmoe+symphony"])

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from certificates.certified_routers import build, generator
+from certificates.certified_routers import build, generator, linear_score
 from certificates.probing import directions, probe, sets_of
 from torch import Tensor, nn
 
@@ -229,10 +229,8 @@ def test_what_is_not_declared_is_refused_by_name(router: Router, message: str) -
 
 
 def test_an_order_alone_is_enough_for_the_best_logits() -> None:
-    known, own = Linear(DIM, EXPERTS, bias=True), DeclaredPrototype()
-    with torch.no_grad():
-        known.weight.copy_(own.matrix)
-        known.bias.copy_(torch.arange(float(EXPERTS)))  # type: ignore[union-attr]
+    own = DeclaredPrototype()
+    known = linear_score(own.matrix, torch.arange(float(EXPERTS)))
     first, second = (certify(Router(score, select=TopK(DIM, EXPERTS, 2)).eval(), tokens_of()) for score in (known, own))
     assert torch.equal(first.radius, second.radius)
 

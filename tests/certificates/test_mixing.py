@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from certificates.certified_routers import attention, build, generator
+from certificates.certified_routers import attention, build, generator, linear_score
 from certificates.naive import mixed_radii
 
 from holdfast.certificates import NoCertificate, Smoothing, certify
@@ -15,9 +15,7 @@ from holdfast.routing import Context, Linear, Router, Similarity, TopK, create_r
 
 def pair_of_tokens(strength: float = 1.0) -> tuple[Router, torch.Tensor, Context]:
     """Two experts with w = (1,0) and (-1,0), and two tokens whose u, from attention, makes them share equally."""
-    score = Linear(2, 2)
-    with torch.no_grad():
-        score.weight.copy_(torch.tensor([[1.0, 0.0], [-1.0, 0.0]]))
+    score = linear_score([[1.0, 0.0], [-1.0, 0.0]])
     made = Router(score, TopK(2, 2, 1), [Similarity(2, of="attention", strength=strength)]).eval()
     seen = replace(attention(1, 2, 2, seed=0), output=torch.zeros(1, 2, 2))
     return made, torch.tensor([[[0.6, 0.0], [0.2, 1.0]]]), Context(attention=seen)

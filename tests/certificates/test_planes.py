@@ -4,25 +4,28 @@ import math
 
 import pytest
 import torch
-from certificates.certified_routers import EXACT, build, generator
+from certificates.certified_routers import EXACT, build, generator, linear_score
 from certificates.naive import effective_weights, plane_radii, relu_radii
 from certificates.probing import sets_of
 from torch import Tensor
 
 from holdfast.certificates import NORMS, Gate, Norm, certify, undecided
-from holdfast.routing import Linear, Router, SmoothTopK, TopK, create_router
+from holdfast.routing import Context, Router, TopK, create_router
 from holdfast.routing.selection import Softmax
 
 SWAPPING = [name for name in EXACT if "remoe" not in name]
 
 
 def by_hand(weight: list[list[float]], k: int = 1, bias: list[float] | None = None) -> Router:
-    score = Linear(len(weight[0]), len(weight), bias=bias is not None)
-    with torch.no_grad():
-        score.weight.copy_(torch.tensor(weight))
-        if score.bias is not None:
-            score.bias.copy_(torch.tensor(bias))
-    return Router(score, select=TopK(len(weight[0]), len(weight), k)).eval()
+    return Router(linear_score(weight, bias), select=TopK(len(weight[0]), len(weight), k)).eval()
+
+
+def radii_of(made: Router, tokens: Tensor, context: Context, norm: Norm) -> tuple[list[float], list[Tensor]]:
+    """Return the naive distances of the tokens, and the normals of their nearest planes."""
+    bias, k = getattr(made.score, "bias", None), made.select.k
+    assert isinstance(k, int)
+    bias = torch.zeros(made.experts) if bias is None else bias.detach()
+    return plane_radii(effective_weights(made, context), bias, tokens.flatten(0, 1), k, norm)
 
 
 def test_two_experts_by_hand() -> None:
@@ -96,11 +99,7 @@ def test_a_tie_has_radius_zero() -> None:
 def test_distances_equal_the_naive_ones(name: str, norm: Norm) -> None:
     made, tokens, context = build(name, length=7)
     found = certify(made, tokens, context, norm=norm)
-    k = made.select.k
-    assert isinstance(k, int)
-    bias = getattr(made.score, "bias", None)
-    bias = torch.zeros(made.experts) if bias is None else bias.detach()
-    radii, _ = plane_radii(effective_weights(made, context), bias, tokens.flatten(0, 1), k, norm)
+    radii, _ = radii_of(made, tokens, context, norm)
     torch.testing.assert_close(found.distance.flatten(), torch.tensor(radii, dtype=torch.float64), rtol=1e-6, atol=1e-9)
     assert (found.radius <= found.distance).all() and (found.radius > 0.99 * found.distance).float().mean() > 0.95
 
@@ -117,8 +116,7 @@ def test_distances_of_relu_gates_equal_the_naive_ones(name: str, norm: Norm) -> 
 @pytest.mark.parametrize("k", [1, 2, 5, 12, 13])
 def test_every_k_equals_the_naive_one(k: int) -> None:
     made, tokens, context = build("bias", dim=7, batch=1, length=5, k=k)
-    assert isinstance(made.score, Linear) and made.score.bias is not None
-    radii, _ = plane_radii([made.score.weight.detach().double()], made.score.bias.detach(), tokens[0], k, "l2")
+    radii, _ = radii_of(made, tokens, context, "l2")
     found = certify(made, tokens, context)
     torch.testing.assert_close(found.distance.flatten(), torch.tensor(radii, dtype=torch.float64), rtol=1e-6, atol=1e-9)
 
@@ -129,15 +127,11 @@ def test_just_outside_an_exact_radius_every_set_changes(name: str, norm: Norm) -
     """1.001 times the radius along the normal, in float32, for tokens that lose less than half of that to rounding."""
     made, tokens, context = build(name)
     found = certify(made, tokens, context, norm=norm)
-    k = made.select.k
-    assert isinstance(k, int)
-    bias = getattr(made.score, "bias", None)
-    bias = torch.zeros(made.experts) if bias is None else bias.detach()
-    _, normals = plane_radii(effective_weights(made, context), bias, tokens.flatten(0, 1), k, norm)
+    _, normals = radii_of(made, tokens, context, norm)
     towards = torch.stack(normals).view_as(tokens.double())
     towards = torch.nn.functional.normalize(towards, dim=-1) if norm == "l2" else towards.sign()
     there = tokens.double() + 1.001 * found.radius.unsqueeze(-1) * towards
-    sets = sets_of(made, context, k if isinstance(made.select, SmoothTopK) else None)
+    sets = sets_of(made, context)
     clear = ((found.distance - found.radius) < 4.5e-4 * found.radius).flatten()
     changed = (sets(there.float()) != sets(tokens)).any(-1)
     assert clear.float().mean() > 0.5 and changed[clear].all()

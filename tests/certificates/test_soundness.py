@@ -1,12 +1,11 @@
 """No perturbation inside a certificate changes a set: random ones, those along normals, and those that an attack finds."""
 
-from itertools import chain
 from typing import Any
 
 import pytest
 import torch
 from certificates.certified_routers import EXACT, ROUTERS, SEQUENCES, build, generator, sigmoid_gate
-from certificates.probing import directions, finite, native, probe, sets_of, slopes, steepest
+from certificates.probing import directions, finite, native, require_sound, sets_of
 from tiers import quick_or_slow
 from torch import Tensor
 
@@ -14,11 +13,12 @@ from holdfast.attacks import attack_routes
 from holdfast.certificates import NORMS, Gate, Norm, certify
 from holdfast.certificates.router_conditions import native_keys
 from holdfast.kernels.select import top
-from holdfast.routing import Context, Router, Routing, SmoothTopK
+from holdfast.routing import Context, Router, Routing
 from holdfast.routing.parts import TINY
 
 ALONE = [name for name in ROUTERS if name not in SEQUENCES]
 TRIES = 40
+FEW_STEPS = {"steps": 20, "rounds": 0, "bisections": 0, "check": False}  # of an attack
 SIGMOIDS: dict[str, dict[str, Any]] = {
     "sigmoid": {},
     "sigmoid without bias": {"spread": 0.0},
@@ -27,10 +27,6 @@ SIGMOIDS: dict[str, dict[str, Any]] = {
     "sigmoid in groups of one": {"experts": 8, "k": 2, "groups": 8, "kept": 3},
     "sigmoid in groups, wide bias": {"experts": 32, "k": 6, "groups": 8, "kept": 4, "spread": 1.0},
 }
-
-
-def core_of(made: Router) -> int | None:
-    return made.select.k if isinstance(made.select, SmoothTopK) else None
 
 
 def keys_of(made: Router, context: Context, name: str) -> Any:
@@ -48,12 +44,9 @@ def keys_of(made: Router, context: Context, name: str) -> Any:
 def test_no_perturbation_inside_the_radius_changes_a_set(name: str, norm: Norm) -> None:
     made, tokens, context = build(name)
     found = certify(made, tokens, context, norm=norm)
-    normal = steepest(slopes(keys_of(made, context, name), tokens, found), norm)
-    tries = chain([normal], directions(tokens, norm, TRIES))
-    tried, changed = probe(sets_of(made, context, core_of(made)), tokens, found.radius, norm, tries)
     # 2,500 pairs, for 23 routers in 2 norms: with the tests below far more than 100,000.
-    assert tried > 0.9 * TRIES * found.radius.numel()
-    assert changed == 0
+    least = 0.9 * TRIES * found.radius.numel()
+    require_sound(sets_of(made, context), keys_of(made, context, name), tokens, found, TRIES, least)
     assert found.kind == ("exact" if name in EXACT else "lower bound")
     assert (found.radius > 0).float().mean() > 0.95
 
@@ -88,11 +81,7 @@ def test_no_perturbation_flips_a_sigmoid_gate_with_bias_and_groups(name: str, no
     def keys(rows: Tensor) -> Tensor:
         return torch.sigmoid(rows @ gate.weight.t())
 
-    normal = steepest(slopes(keys, tokens, found), norm)
-    tries = chain([normal, -normal], directions(tokens, norm, TRIES))
-    tried, changed = probe(native(gate), tokens, found.radius, norm, tries)
-    assert tried > 0.9 * TRIES * len(tokens)
-    assert changed == 0
+    require_sound(native(gate), keys, tokens, found, TRIES, 0.9 * TRIES * len(tokens))
     assert found.kind == ("exact" if "without bias" in name else "lower bound")
 
 
@@ -105,22 +94,8 @@ def test_no_attack_on_routes_succeeds_inside_the_radius(name: str) -> None:
         budget = finite(found.radius, tokens)
         if name in SEQUENCES:
             budget = budget.amin(1, keepdim=True).expand_as(budget)
-        attack = attack_routes(
-            made,
-            tokens,
-            budget=budget,
-            norm=norm,
-            context=context,
-            k=core_of(made),
-            steps=20,
-            restarts=1,
-            pairs=1,
-            candidates=2,
-            rounds=0,
-            bisections=0,
-            tries=2,
-            check=False,
-        )
+        how: dict[str, Any] = {"norm": norm, "context": context, "k": made.select.declares.core, **FEW_STEPS}
+        attack = attack_routes(made, tokens, budget=budget, restarts=1, pairs=1, candidates=2, tries=2, **how)
         assert attack.rate == 0
         assert attack.distances.isinf().all()
 
@@ -140,7 +115,7 @@ def test_no_attack_on_a_sigmoid_gate_succeeds_inside_the_radius(name: str) -> No
 
     for norm in NORMS:
         found = certify(gate, tokens, norm=norm)
-        how: dict[str, Any] = {"norm": norm, "joint": False, "steps": 20, "rounds": 0, "bisections": 0, "check": False}
+        how: dict[str, Any] = {"norm": norm, "joint": False, **FEW_STEPS}
         assert attack_routes(route, tokens, budget=finite(found.radius, tokens), **how).rate == 0
         assert attack_routes(route, tokens, budget=finite(4 * found.radius, tokens), **how).rate > 0.5
 
@@ -156,11 +131,8 @@ def test_radii_are_sound_for_tokens_and_weights_of_every_dtype(name: str, dtype:
     made, tokens = made.to(dtype), tokens.to(dtype)
     for norm in NORMS:
         found = certify(made, tokens, context, norm=norm)
-        normal = steepest(slopes(keys_of(made, context, name), tokens, found), norm)
-        tries = chain([normal], directions(tokens, norm, 24))
-        tried, changed = probe(sets_of(made, context), tokens, found.radius, norm, tries)
-        assert tried > 1000  # in bfloat16 not every token has a neighbour within its radius
-        assert changed == 0
+        # In bfloat16 not every token has a neighbour within its radius.
+        require_sound(sets_of(made, context), keys_of(made, context, name), tokens, found, 24, 1000)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -172,30 +144,17 @@ def test_radii_are_sound_for_a_gate_that_computes_in_a_short_type(dtype: torch.d
     for norm in NORMS:
         found = certify(gate, tokens, norm=norm, arithmetic=dtype)
         assert found.arithmetic == str(dtype).removeprefix("torch.")
-        normal = steepest(slopes(lambda rows: rows.float() @ weight.float().t(), tokens, found), norm)
-        tries = chain([normal], directions(tokens, norm, 48))
-        tried, changed = probe(native(gate, dtype), tokens, found.radius, norm, tries)
-        assert tried > 2000
-        assert changed == 0
+        require_sound(native(gate, dtype), lambda rows: rows.float() @ weight.float().t(), tokens, found, 48, 2000)
 
 
 def test_radii_are_sound_with_many_experts_and_any_k() -> None:
     """1,000 pairs each, at awkward sizes."""
-    for name, experts, k in (
-        ("linear", 64, 1),
-        ("linear", 63, 31),
-        ("linear", 7, 6),
-        ("symphony row", 64, 8),
-        ("top-p", 40, 2),
-    ):
+    linear = (("linear", 64, 1), ("linear", 63, 31), ("linear", 7, 6))
+    for name, experts, k in (*linear, ("symphony row", 64, 8), ("top-p", 40, 2)):
         made, tokens, context = build(name, dim=60, length=9, experts=experts, k=k)
         for norm in NORMS:
             found = certify(made, tokens, context, norm=norm)
-            normal = steepest(slopes(keys_of(made, context, name), tokens, found), norm)
-            tries = chain([normal], directions(tokens, norm, 28))
-            tried, changed = probe(sets_of(made, context), tokens, found.radius, norm, tries)
-            assert tried > 900
-            assert changed == 0
+            require_sound(sets_of(made, context), keys_of(made, context, name), tokens, found, 28, 900)
 
 
 def test_likely_rounding_gives_larger_radii_that_are_still_sound() -> None:
@@ -203,8 +162,4 @@ def test_likely_rounding_gives_larger_radii_that_are_still_sound() -> None:
     worst, likely = (certify(made, tokens, context, rounding=rounding) for rounding in ("worst", "likely"))
     assert (likely.radius >= worst.radius).all() and (likely.radius <= likely.distance).all()
     assert (likely.radius / likely.distance).median() > 0.99 > (worst.radius / worst.distance).median()
-    normal = steepest(slopes(lambda rows: made(rows, context).logits, tokens, likely), "l2")
-    tried, changed = probe(
-        sets_of(made, context), tokens, likely.radius, "l2", chain([normal], directions(tokens, "l2", 40))
-    )
-    assert tried > 1000 and changed == 0
+    require_sound(sets_of(made, context), lambda rows: made(rows, context).logits, tokens, likely, 40, 1000)

@@ -1,7 +1,6 @@
 """The numerical certificate: against real products in short types, against products summed one by one, and by hand."""
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from holdfast.certificates import Gate, certify, rounding_errors, undecided
 from holdfast.certificates.arithmetic import likely_gamma
-from holdfast.routing import Clustered, Context, SmoothTopK
+from holdfast.routing import Clustered, Context
 from holdfast.routing.bounds import gamma, unit
 
 SHORT = [torch.bfloat16, torch.float16]
@@ -31,6 +30,14 @@ def summed_in(dtype: torch.dtype, tokens: Tensor, weight: Tensor, backwards: boo
     for q in range(rows.shape[1] - 1, -1, -1) if backwards else range(rows.shape[1]):
         total = total + rows[:, q : q + 1] * columns[:, q]
     return total.double()
+
+
+def flips_and_alarm(gate: Gate, tokens: Tensor, dtype: torch.dtype) -> tuple[int, int]:
+    """Return how many tokens flip between float32 and the dtype, and how many are undecided; fail if a decided one flips."""
+    alarm = undecided(gate, tokens, dtype)
+    flips = (native(gate)(tokens) != native(gate, dtype)(tokens)).any(1)
+    assert not (flips & ~alarm).any()
+    return int(flips.sum()), int(alarm.sum())
 
 
 def test_units_and_gammas_by_hand() -> None:
@@ -98,47 +105,30 @@ def test_from_a_width_of_256_on_every_token_is_undecided_with_bfloat16_sums() ->
 
 @pytest.mark.parametrize("dtype", SHORT, ids=str)
 @pytest.mark.parametrize("dim", [40, 512])
-def test_no_decided_token_flips_between_float32_and_a_short_type(
-    dim: int, dtype: torch.dtype, record_property: Callable[[str, object], None]
-) -> None:
+def test_no_decided_token_flips_between_float32_and_a_short_type(dim: int, dtype: torch.dtype) -> None:
     """And a good share of the undecided tokens does flip."""
     flipped = called = 0
     for seed in range(4):
         tokens, weight = example(4000, dim, 32, seed)
-        gate = Gate(weight, 4)
-        alarm = undecided(gate, tokens, dtype)
-        flips = (native(gate)(tokens) != native(gate, dtype)(tokens)).any(1)
-        assert not (flips & ~alarm).any()
-        flipped, called = flipped + int(flips.sum()), called + int(alarm.sum())
-    record_property("share of undecided tokens that flip", flipped / called)
+        flips, alarm = flips_and_alarm(Gate(weight, 4), tokens, dtype)
+        flipped, called = flipped + flips, called + alarm
     assert flipped / called > 0.05
     assert called < 0.12 * 4 * 4000
 
 
-ROUTERS = [
-    "linear",
-    "bias",
-    "xmoe",
-    "ac",
-    "ac mixed",
-    "symphony row",
-    "top-p",
-    "remoe",
-    "smooth",
-    "xmoe+symphony",
-    "attention",
-]
+PLAIN = ["linear", "bias", "xmoe", "ac", "ac mixed", "symphony row", "top-p", "remoe", "smooth"]
+LOOSE = ["xmoe+symphony", "attention"]  # with bounds that leave many tokens undecided
 
 
 @pytest.mark.parametrize("dtype", SHORT, ids=str)
-@pytest.mark.parametrize("name", ROUTERS)
+@pytest.mark.parametrize("name", [*PLAIN, *LOOSE])
 def test_no_decided_token_flips_when_a_router_scores_in_a_short_type(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The product with the tokens as a kernel of the short type does it, everything after it in float32."""
     made, tokens, context = build(name, batch=128)
     alarm = undecided(made, tokens, dtype, context).flatten()
-    sets = sets_of(made, context, made.select.k if isinstance(made.select, SmoothTopK) else None)
+    sets = sets_of(made, context)
     clean = sets(tokens)
 
     def product(rows: Tensor, weight: Tensor) -> Tensor:
@@ -159,7 +149,7 @@ def test_no_decided_token_flips_when_a_router_scores_in_a_short_type(
     monkeypatch.setattr(Clustered, "_grouped", grouped)
     flips = (clean != sets(tokens)).any(1)
     assert not (flips & ~alarm).any()
-    assert alarm.float().mean() < (0.9 if name in ("xmoe+symphony", "attention") else 0.1)
+    assert alarm.float().mean() < (0.9 if name in LOOSE else 0.1)
     assert flips.any() or dtype == torch.float16
 
 
@@ -190,25 +180,12 @@ def test_a_radius_at_a_dtype_is_zero_where_the_token_is_undecided_at_it() -> Non
 
 def test_sigmoid_gates_in_groups_are_decided_as_a_whole() -> None:
     gate, tokens = sigmoid_gate(groups=4, kept=2), 2 * torch.randn(4000, 12, generator=generator(9))
-    alarm = undecided(gate, tokens, torch.bfloat16)
-    flips = (native(gate)(tokens) != native(gate, torch.bfloat16)(tokens)).any(1)
-    assert flips.any() and not (flips & ~alarm).any() and alarm.float().mean() < 0.3
+    flips, alarm = flips_and_alarm(gate, tokens, torch.bfloat16)
+    assert flips > 0 and alarm < 0.3 * 4000
 
 
 def test_a_bias_is_rounded_too() -> None:
     tokens, weight = example(4000, 30, 16)
     gate = Gate(weight, 2, bias=3 * torch.randn(16, generator=generator(2)))
     for dtype in SHORT:
-        alarm = undecided(gate, tokens, dtype)
-        flips = (native(gate)(tokens) != native(gate, dtype)(tokens)).any(1)
-        assert flips.any() and not (flips & ~alarm).any()
-
-
-def test_mistakes_raise_one_line_errors() -> None:
-    gate, tokens = Gate(torch.eye(2), 1), torch.ones(1, 2)
-    with pytest.raises(ValueError, match="floating-point"):
-        undecided(gate, tokens, torch.int64)
-    with pytest.raises(ValueError, match="no kernel sums in a shorter type"):
-        undecided(gate, tokens, torch.float32, accumulate=torch.bfloat16)
-    with pytest.raises(ValueError, match="'worst'"):
-        undecided(gate, tokens, torch.float32, rounding="wors")  # type: ignore[arg-type]
+        assert flips_and_alarm(gate, tokens, dtype)[0] > 0

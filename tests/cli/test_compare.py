@@ -111,27 +111,3 @@ def test_the_baseline_of_equal_compute_has_as_many_experts_as_the_router_that_us
     assert matched_baseline([baseline, row("ac", 2.0), row("remoe", 1.2), row("smooth", 2.001)], [known], 8) == []
     assert matched_baseline([baseline], [known], 8) == []
     assert matched_baseline([row("smoe", 2.0), row("top-p", 2.0001)], [], 2) == []
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--recipe", "tinny"], "'tiny'"),
-        (["--routers", "smoe,smoth"], "'smooth'"),
-        (["--routers", ","], "at least one"),
-        (["--seeds", "0"], "seeds is 0"),
-        (["--set", "training.stpes=3"], "'steps'"),
-        (["--set", "training.steps"], "sets no value"),
-        (["--set", "training.steps=0"], "training.steps"),
-        (["--set", "training.steps=[1"], "YAML"),
-        (["--set", "data.source=nothing.txt"], "nothing.txt"),
-        (["--set", "sparse.k=99"], "k is 99"),
-        (["--set", "model.family=mamba"], "feed-forward networks of mamba"),
-    ],
-)
-def test_a_mistake_gets_one_sentence(arguments: list[str], says: str, command: Command, tmp_path: Path) -> None:
-    done = command("compare", *arguments, "--out", str(tmp_path / "out"))
-    assert done.returncode == 2
-    assert says in done.stderr.replace("\n", " ")
-    assert "Traceback" not in done.stderr
-    assert not (tmp_path / "out").exists()

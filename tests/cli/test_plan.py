@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 from commands import Command
 
-from holdfast_command import main
-
 SCALING = Path(__file__).parent.parent.parent / "docs" / "scaling.md"
 SIZES = ("hidden_size=64", "intermediate_size=128", "num_hidden_layers=2", "num_attention_heads=4", "vocab_size=100")
 SMALL = ("--set", *SIZES)
@@ -40,58 +38,6 @@ def test_a_folder_with_nothing_but_a_config(command: Command, tmp_path: Path) ->
     done = command("plan", str(tmp_path), "--routers", "native", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["sparse_layers"] == 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["/no/such/folder"], "/no/such/folder"),
-        (["lama"], "'llama'"),
-        (["{tmp}"], "config.json"),
-        (["{tmp}/broken/config.json"], "JSON"),
-        (["{tmp}/other"], "lama"),
-        (["{tmp}/nameless"], "model_type"),
-        (["llama"], "llama is dense"),
-        (["llama", "--experts", "4", "--k", "5"], "k is 5"),
-        (["llama", "--experts", "4", "--routers", "smo"], "'smoe'"),
-        (["llama", "--experts", "4", "--routers", "native"], "native"),
-        (["llama", "--experts", "4", "--routers", ","], "at least one"),
-        (["llama", "--experts", "4", "--routers", "smoe,ac@1,3,smoe"], "--routers has 'smoe' twice"),
-        (["llama", "--experts", "4", "--hidden", "0"], "hidden is 0"),
-        (["llama", "--experts", "4", "--set", "num_hidden_layers=0"], "feed-forward"),
-        (["llama", "--experts", "4", "--set", "num_hiden_layers=3"], "'num_hidden_layers'"),
-        (["llama", "--experts", "4", "--set", "hidden_size=33"], "attention heads"),
-        (["llama", "--experts", "4", "--set", "hidden_size"], "hidden_size"),
-        (["llama", "--experts", "4", "--layers", "last:40"], "last:1 to last:32"),
-        (["llama", "--experts", "4", "--sequence", "4096"], "2048"),
-        (["llama", "--experts", "4", "--gpus", "0"], "gpus is 0"),
-        (["llama", "--experts", "4", "--gpu-memory", "inf"], "gpu_memory is inf"),
-        (["llama", "--experts", "4", "--tokens", "0"], "tokens is 0"),
-        (
-            ["llama", "--experts", "4", "--tokens", "inf", "--json"],
-            "tokens is inf",
-        ),
-        (["llama", "--experts", "4", "--tokens", "1e308", "--json"], "not JSON compliant"),
-        (["gpt_oss", "--set", "num_local_experts=0"], "layers.0.mlp.router.weight would be 0 x 2880"),
-        (["deepseek_v3", "--set", "num_attention_heads=0", "num_hidden_layers=4"], " 0 "),
-        (["mixtral", "--set", "num_experts_per_tok=9"], "num_experts_per_tok is 9"),
-        (["mixtral", "--experts", "4"], "already"),
-        (["swin", "--experts", "4"], "tokens"),
-        (["vit", "--experts", "4", "--sequence", "7"], "197 tokens"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_a_mistake_is_one_sentence_and_no_traceback(
-    arguments: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, text in {"broken": "{", "other": '{"model_type": "lama"}', "nameless": "{}"}.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(text)
-    code = main(["plan", *(argument.replace("{tmp}", str(tmp_path)) for argument in arguments)])
-    said = capsys.readouterr().err
-    assert code == 2
-    assert says in said
-    assert said.count("\n") == 1 and said.startswith("holdfast: ")
 
 
 @pytest.mark.slow

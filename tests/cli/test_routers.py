@@ -61,25 +61,3 @@ def test_the_same_seed_prints_the_same_table(command: Command) -> None:
     done = subprocess.run(there, check=True, capture_output=True, text=True, env={**os.environ, "COLUMNS": "160"})
     assert "xmoe+top-p" in done.stdout
     assert command(*arguments, columns=160).stdout == done.stdout
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--routers", "smo"], "'smoe'"),
-        (["--routers", ","], "at least one"),
-        (["--route", "--routers", "top-p+remoe"], "'top-p' and 'remoe'"),
-        (["--routers", "ac@1"], "'ac@1' names layers of a model"),
-        (["--route", "--routers", "ac@1|smoe"], "'ac@1|smoe' names layers of a model"),
-        (["--route", "--routers", "smoe[k=3]", "--k", "2"], "the option k is given twice"),
-        (["--route", "--k", "40"], "k is 40"),
-        (["--route", "--experts", "0"], "experts is 0"),
-        (["--route", "--dim", "0"], "divisible by 4"),
-        (["--route", "--sequences", "1000000"], "the text"),
-    ],
-)
-def test_a_mistake_is_one_sentence_and_no_traceback(arguments: list[str], says: str, command: Command) -> None:
-    done = command("routers", *arguments, columns=160)
-    assert done.returncode == 2
-    assert says in done.stderr
-    assert done.stderr.count("\n") == 1 and done.stderr.startswith("holdfast: ")

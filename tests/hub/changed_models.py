@@ -1,8 +1,12 @@
-"""Tiny models with routers of ours, and what tests compare of them."""
+"""Tiny models with routers of ours, what tests compare of them, and ways to spoil their folders."""
 
+import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from tiny import EXTRA, tiny
 from tiny_dense import inputs, outputs, tiny_dense
 from torch import Tensor
@@ -10,6 +14,7 @@ from torch import Tensor
 import holdfast
 
 IDS = torch.randint(3, 64, (4, 12), generator=torch.Generator().manual_seed(0))
+Edit = Callable[[dict[str, Any]], object]  # of a config
 TWO_ROWS = torch.tensor([[5, 9, 13, 7, 3, 22], [4, 8, 15, 16, 23, 42]])
 
 
@@ -58,3 +63,39 @@ def assert_same(model: Any, other: Any, skip: tuple[str, ...] = ()) -> None:
         for name, value in expected.items():
             if not name.endswith((".staged_overflow", *skip)):
                 assert value.dtype == got[name].dtype and torch.equal(value, got[name]), name
+
+
+def trainer_of(model: Any, folder: Path, rows: Any, evaluated: Any = None, **options: Any) -> Any:
+    """A trainer of transformers on the CPU. `rows` are token ids, or what its dataset has."""
+    quiet = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no"}
+    arguments = transformers.TrainingArguments(str(folder), **{**quiet, **options})
+    data = [{"input_ids": row, "labels": row} for row in rows] if isinstance(rows, Tensor) else rows
+    return transformers.Trainer(model, arguments, train_dataset=data, eval_dataset=evaluated)
+
+
+def edit_config(folder: Path, edit: Edit, *, upper: bool = False) -> None:
+    """Edit the family's config, which holds the description of routers; with `upper`, what is around it."""
+    config = json.loads((folder / "config.json").read_text())
+    edit(config if upper else config.get("model_config", config))
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def in_layer(**values: Any) -> Edit:
+    """Other values in the description of the first layer."""
+    return lambda config: next(iter(config["holdfast"]["layers"].values())).update(values)
+
+
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-100] ^= 1
+    file.write_bytes(content)
+
+
+class Trap:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (self.mark,))

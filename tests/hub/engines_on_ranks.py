@@ -124,7 +124,7 @@ def train(case: Case, rank: int, world: int, folder: Path | None = None) -> dict
     wrapped = engine(name, model, world)
     losses = descend(wrapped, descent(wrapped), range(STEPS), rank, world)
     model.eval()
-    parameters = {name: _whole(parameter).detach() for name, parameter in model.named_parameters()}
+    parameters = {name: whole_tensor(parameter) for name, parameter in model.named_parameters()}
     state = {name: value for name, value in model.named_buffers() if "staged_" not in name}
     if folder is not None and name != "DDP":
         holdfast.save(model, folder)
@@ -160,7 +160,7 @@ def by_hand(rank: int, world: int) -> dict[str, Tensor]:
     out = layer["experts"](tokens, experts, weights)
     (out.square().sum() * world).backward()
     assert tokens.grad is not None and weights.grad is not None
-    gradients = {name: _whole(parameter.grad) for name, parameter in layer.named_parameters()}
+    gradients = {name: whole_tensor(parameter.grad) for name, parameter in layer.named_parameters()}
     return {"out": out.detach(), "tokens": tokens.grad / world, "weights": weights.grad / world, **gradients}
 
 
@@ -229,9 +229,9 @@ def refusals(folder: Path, world: int) -> dict[str, str]:
     return said
 
 
-def _whole(parameter: Any) -> Tensor:
+def whole_tensor(parameter: Any) -> Tensor:
     whole: Tensor = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-    return whole
+    return whole.detach()
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from engines_on_ranks import whole_tensor
 from tiny_dense import inputs, tiny_dense
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -31,12 +32,7 @@ def train(model: Any, batches: list[dict[str, Tensor]], wrapped: Any = None) -> 
         out = (wrapped or model)(**{name: torch.cat([batch[name] for batch in batches]) for name in batches[0]})
         out.logits.square().mean().backward()
         optimizer.step()
-    return {name: full(value) for name, value in model.state_dict().items()}
-
-
-def full(value: Any) -> Tensor:
-    whole: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
-    return whole.detach().clone()
+    return {name: whole_tensor(value).clone() for name, value in model.state_dict().items()}
 
 
 def batches() -> list[dict[str, Tensor]]:

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +16,9 @@ from torch import Tensor, nn
 
 import holdfast
 from holdfast.hub import MOE_FAMILIES, GateRule, MoEFamily
-from holdfast.hub.families import lookup, moe_family
 from holdfast.hub.families.moe import SparseMixer
 from holdfast.hub.families.recognition import check_declared, recognise
-from holdfast.hub.layers import moe_layers
+from holdfast.hub.layers import moe_family, moe_layers
 from holdfast.routing.rules import Scores
 from holdfast.version import versions
 
@@ -296,7 +296,7 @@ def test_a_recognised_family_is_audited_and_certified(model: str) -> None:
 def test_zero_logits_have_the_weights_of_the_familys_gate() -> None:
     logits = torch.zeros(1, 1, 4)
     experts = torch.tensor([[[0, 1]]])
-    rule = SparseMixer(0.01)
+    rule = SparseMixer(SimpleNamespace(router_jitter_noise=0.01))
     weights = rule.weigh(Scores(logits, rule.gate(logits), informed=False, raw=logits), experts, experts >= 0, None, 2)
     torch.testing.assert_close(weights, torch.tensor([[[1 / 4, 1 / 3]]]))
 
@@ -305,8 +305,8 @@ def test_zero_logits_have_the_weights_of_the_familys_gate() -> None:
 @pytest.fixture
 def declared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Undo what a test registers."""
-    monkeypatch.setattr(lookup, "MOE_FAMILIES", dict(MOE_FAMILIES))
-    monkeypatch.setattr(lookup, "_REGISTERED", set())
+    monkeypatch.setattr("holdfast.hub.layers.MOE_FAMILIES", dict(MOE_FAMILIES))
+    monkeypatch.setattr("holdfast.hub.layers._REGISTERED", set())
 
 
 def of_a_new_type(kind: str = "new_moe") -> Any:

@@ -17,7 +17,7 @@ import pytest
 import tokenizers
 import torch
 import transformers
-from changed_models import TWO_ROWS, assert_same, learned, said
+from changed_models import TWO_ROWS, Edit, Trap, assert_same, edit_config, flip_a_bit, in_layer, learned, said
 from safetensors.torch import load_file
 from tiny import EXTRA, tiny
 from tiny_dense import CONFIGS, tiny_dense
@@ -34,7 +34,6 @@ CHANGES = [
     ("deepseek_v3", "attention+top-p"),
     ("llama", "ac+xmoe+similarity"),
 ]
-Edit = Callable[[dict[str, Any]], object]
 
 
 @pytest.fixture(scope="module")
@@ -56,19 +55,6 @@ def copied(kept: Path, tmp_path: Path) -> Callable[[str], Path]:
         return Path(shutil.copytree(kept / name, tmp_path / name))
 
     return copy
-
-
-def edit_config(folder: Path, edit: Edit) -> None:
-    """Edit the family's config, which holds the description of routers."""
-    config = json.loads((folder / "config.json").read_text())
-    edit(config.get("model_config", config))
-    (folder / "config.json").write_text(json.dumps(config))
-
-
-def edit_upper_level(folder: Path, edit: Edit) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    edit(config)
-    (folder / "config.json").write_text(json.dumps(config))
 
 
 def refusal(folder: Path | str, **options: Any) -> str:
@@ -444,12 +430,6 @@ def cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-64])
 
 
-def flip(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[-100] ^= 1
-    file.write_bytes(content)
-
-
 def swap(file: Path) -> None:
     """Whole, and of another model."""
     tiny("mixtral").save_pretrained(file.parent / "other")
@@ -457,7 +437,7 @@ def swap(file: Path) -> None:
     shutil.rmtree(file.parent / "other")
 
 
-@pytest.mark.parametrize("damage", [cut, flip, swap, Path.unlink])
+@pytest.mark.parametrize("damage", [cut, flip_a_bit, swap, Path.unlink])
 @pytest.mark.parametrize("name", ["mixtral", "llama"])
 def test_damaged_weights_are_refused(name: str, damage: Callable[[Path], None], copied: Callable[[str], Path]) -> None:
     folder = copied(name)
@@ -529,10 +509,6 @@ def test_checksums_of_files_elsewhere_are_refused(name: str, copied: Callable[[s
 
 
 # Descriptions that do not fit
-
-
-def in_layer(**values: Any) -> Edit:
-    return lambda config: next(iter(config["holdfast"]["layers"].values())).update(values)
 
 
 def renamed(name: str) -> Edit:
@@ -613,7 +589,7 @@ def test_wrong_shapes_are_said_in_our_words(copied: Callable[[str], Path]) -> No
 )
 def test_a_config_that_is_half_ours_is_refused(edit: Edit, copied: Callable[[str], Path]) -> None:
     folder = copied("mixtral")
-    edit_upper_level(folder, edit)
+    edit_config(folder, edit, upper=True)
     write_manifest(folder)
     assert "Holdfast" in refusal(folder)
 
@@ -653,16 +629,6 @@ def test_a_class_that_is_not_the_models_is_refused(name: str, classes: Any, copi
 # Code and pickles
 
 
-class Trap:
-    """Writes a file when it is unpickled."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (Path.touch, (self.mark,))
-
-
 @pytest.mark.parametrize("name", ["mixtral", "plain"])
 def test_no_code_of_a_folder_is_run(
     name: str, copied: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -678,7 +644,7 @@ def test_no_code_of_a_folder_is_run(
     names = {"AutoConfig": "evil.Config", "AutoModel": "evil.Model", "AutoModelForCausalLM": "evil.Model"}
     kernels = {"attn_implementation": "evil/kernel", "_attn_implementation": "evil/kernel", "experts_implementation": "evil"}
     edit_config(folder, lambda config: config.update(auto_map=names, **kernels))
-    edit_upper_level(folder, lambda config: config.update(auto_map=names, **kernels))
+    edit_config(folder, lambda config: config.update(auto_map=names, **kernels), upper=True)
     for options in ({}, {"trust_remote_code": True}):
         loaded = holdfast.load(folder, **options)
         assert torch.equal(said(loaded, "mixtral"), expected)
@@ -687,7 +653,7 @@ def test_no_code_of_a_folder_is_run(
     if name == "mixtral":
         loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
         assert torch.equal(said(loaded, "mixtral"), expected) and not mark.exists()
-        edit_upper_level(folder, lambda config: config.update(model_type="unknown to transformers"))
+        edit_config(folder, lambda config: config.update(model_type="unknown to transformers"), upper=True)
     transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)
     assert mark.exists()  # the trap works
 

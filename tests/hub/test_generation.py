@@ -12,7 +12,7 @@ import torch
 import transformers
 from router_names import IN_TEXT_MODELS
 from tiers import quick_or_slow
-from tiny import EXTRA, MOE_LAYERS, SMALL, tiny
+from tiny import EXTRA, MOE_LAYERS, tiny
 from tiny_dense import tiny_dense
 from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
@@ -65,14 +65,7 @@ def _seed(kind: str) -> int:
 
 def sliding(model_type: str) -> Any:
     """All layers of Mixtral and every second of GPT-OSS look back over this many tokens only."""
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(model_type, **{**SMALL, **EXTRA[model_type], "sliding_window": WINDOW})
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(std=0.2)
-    return model.eval()
+    return tiny(model_type, sliding_window=WINDOW)
 
 
 def prompts(kind: str) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 from auditing.audited_models import texts, tokenizer
+from changed_models import edit_config
 from safetensors.torch import load_file, save_file
 from tiers import quick_or_slow
 from tiny import tiny
@@ -77,25 +78,18 @@ def outside(tmp_path: Path) -> Iterator[Path]:
 
 def config(**values: Any) -> Edit:
     """Other values in the family's config, in a changed folder too."""
-
-    def edit(folder: Path) -> None:
-        file = folder / "config.json"
-        content = json.loads(file.read_text())
-        content.get("model_config", content).update(values)
-        file.write_text(json.dumps(content))
-
-    return edit
+    return lambda folder: edit_config(folder, lambda config: config.update(values))
 
 
 def layer(**values: Any) -> Edit:
     """Another description of every changed layer, with the checksum that belongs to it."""
 
-    def edit(folder: Path) -> None:
-        file = folder / "config.json"
-        content = json.loads(file.read_text())
-        for spec in content["model_config"]["holdfast"]["layers"].values():
+    def update(config: dict[str, Any]) -> None:
+        for spec in config["holdfast"]["layers"].values():
             spec.update(values)
-        file.write_text(json.dumps(content))
+
+    def edit(folder: Path) -> None:
+        edit_config(folder, update)
         write_manifest(folder)
 
     return edit
@@ -283,8 +277,7 @@ def test_a_hostile_folder_is_refused(
         assert ("symbolic link" if is_link else says) in told  # links are refused before any file is looked at
         return
     for base in ("plain", "changed") if command == "load" else ("plain",):
-        folder = tmp_path / base
-        shutil.copytree(made[base], folder)
+        folder = Path(shutil.copytree(made[base], tmp_path / base))
         edit(folder)
         source = [] if command in ("load", "plan") else ["--source", str(made["text.txt"])]
         assert says in refused(command, folder, *source)
@@ -345,8 +338,7 @@ def test_a_hostile_tokeniser_is_refused(
     kind: str, made: dict[str, Path], tmp_path: Path, outside: Path, refused: Callable[..., str]
 ) -> None:
     edit, says = TOKENIZERS[kind]
-    folder = tmp_path / "plain"
-    shutil.copytree(made["plain"], folder)
+    folder = Path(shutil.copytree(made["plain"], tmp_path / "plain"))
     edit(folder)
     text = tmp_path / "text.txt"
     text.write_text("a" * 60 + "! is the cat\n" + "the cat is on the mat\n" * 90 + ("a" * 60 + "! b\n") * 90)
@@ -356,8 +348,7 @@ def test_a_hostile_tokeniser_is_refused(
 
 
 def test_code_of_a_tokeniser_is_not_run(made: dict[str, Path], tmp_path: Path, outside: Path, capsys: Any) -> None:
-    folder = tmp_path / "plain"
-    shutil.copytree(made["plain"], folder)
+    folder = Path(shutil.copytree(made["plain"], tmp_path / "plain"))
     shutil.copy(outside / f"{CANARY}.py", folder)
     tokenizer_config(tokenizer_class="Own", auto_map={"AutoTokenizer": [f"{CANARY}.Own", None]})(folder)
     assert main(["audit", str(folder), *TRYING["audit"], "--perturb", "none", "--source", str(made["text.txt"])]) == 0
@@ -423,8 +414,7 @@ def test_what_a_task_names_is_read_from_its_folder_only(
     kind: str, command: str, made: dict[str, Path], tmp_path: Path, outside: Path, refused: Callable[..., str]
 ) -> None:
     edit, says = TASKS[kind]
-    folder = tmp_path / "trained"
-    shutil.copytree(made["trained"], folder)
+    folder = Path(shutil.copytree(made["trained"], tmp_path / "trained"))
     if kind not in ("a file of the machine", "a file beside it", "a device", "a fetched text", "a control character"):
         shutil.copy(made["text.txt"], folder / "own.txt")
         task("data", source="own.txt")(folder)
@@ -435,8 +425,7 @@ def test_what_a_task_names_is_read_from_its_folder_only(
 def test_a_text_inside_the_folder_and_one_that_the_user_names_are_read(
     made: dict[str, Path], tmp_path: Path, capsys: Any
 ) -> None:
-    folder = tmp_path / "trained"
-    shutil.copytree(made["trained"], folder)
+    folder = Path(shutil.copytree(made["trained"], tmp_path / "trained"))
     assert main(["audit", str(folder), *TRYING["audit"], "--perturb", "none", "--source", str(made["text.txt"])]) == 0
     shutil.copy(made["text.txt"], folder / "own.txt")
     task("data", source="own.txt")(folder)
@@ -458,13 +447,11 @@ def test_a_training_with_a_tokeniser_of_a_hub_keeps_it_in_its_folder(
 SPECS: dict[str, tuple[Edit, str]] = {
     "a negative loss": (layer(losses={"balance": -1.0}), "-1.0"),
     "a loss of NaN": (layer(losses={"balance": float("nan")}), "balance is nan"),
-    "an infinite loss": (layer(losses={"balance": float("inf")}), "balance is inf"),
-    "a true loss": (layer(losses={"balance": True}), "'balance'"),
+    "a true loss": (layer(losses={"balance": True}), "losses.balance is True"),
     "no expert": (layer(k=0), "k is 0"),
     "800 experts": (layer(k=800), "k is 800"),
-    "a list for a router": (layer(router=["smoe"]), "expected str"),
+    "a list for a router": (layer(router=["smoe"]), "router is ['smoe']"),
     "an unknown field": (layer(more=1), "more"),
-    "an unknown option": (layer(options={"evil": 1}), "evil"),
     "an option of a wrong type": (layer(options={"beta": {"a": []}}), "the option beta"),
     "a million experts": (layer(experts=10**6), "at most 65,536"),
     "a width of 10^15": (layer(hidden=10**15, experts=8), "cannot be loaded"),
@@ -476,8 +463,7 @@ def test_a_hostile_description_of_routers_is_refused(
     kind: str, made: dict[str, Path], tmp_path: Path, refused: Callable[..., str]
 ) -> None:
     edit, says = SPECS[kind]
-    folder = tmp_path / "changed"
-    shutil.copytree(made["changed"], folder)
+    folder = Path(shutil.copytree(made["changed"], tmp_path / "changed"))
     edit(folder)
     assert says in refused("load", folder)
     refused("plan", folder)
@@ -512,8 +498,7 @@ def test_a_device_or_a_pipe_is_no_text(tmp_path: Path, refused: Callable[..., st
 
 def test_auto_classes_refuse_bombs_too(made: dict[str, Path], tmp_path: Path) -> None:
     for number, (values, says) in enumerate([({"num_labels": 10**9}, "num_labels is"), ({"vocab_size": 10**8}, "together")]):
-        folder = tmp_path / str(number)
-        shutil.copytree(made["changed"], folder)
+        folder = Path(shutil.copytree(made["changed"], tmp_path / str(number)))
         config(**values)(folder)
         with pytest.raises(ValueError, match=says):
             transformers.AutoModelForCausalLM.from_pretrained(folder)
@@ -522,8 +507,7 @@ def test_auto_classes_refuse_bombs_too(made: dict[str, Path], tmp_path: Path) ->
 def test_a_model_folder_that_is_a_link_out_is_refused(
     made: dict[str, Path], tmp_path: Path, refused: Callable[..., str]
 ) -> None:
-    folder = tmp_path / "trained"
-    shutil.copytree(made["trained"], folder)
+    folder = Path(shutil.copytree(made["trained"], tmp_path / "trained"))
     (folder / "model").rename(tmp_path / "elsewhere")
     (folder / "model").symlink_to("../elsewhere")
     assert "outside" in refused("evaluate", folder, "--source", str(made["text.txt"]))
@@ -538,8 +522,7 @@ def test_a_page_is_not_made_of_a_pipe_or_of_deep_results(tmp_path: Path, refused
 
 def test_labels_and_other_json_of_a_folder_may_be_many(made: dict[str, Path], tmp_path: Path) -> None:
     """A label may have the name of a config field, and a folder may contain files that no library reads."""
-    folder = tmp_path / "plain"
-    shutil.copytree(made["plain"], folder)
+    folder = Path(shutil.copytree(made["plain"], tmp_path / "plain"))
     config(label2id={"layers": 5000, "stack": 5001}, id2label={"5000": "layers", "5001": "stack"})(folder)
     large("predictions.json")(folder)
     assert holdfast.load(folder).config.label2id["layers"] == 5000
@@ -547,8 +530,7 @@ def test_labels_and_other_json_of_a_folder_may_be_many(made: dict[str, Path], tm
 
 def test_gates_of_1e30_are_audited(made: dict[str, Path], tmp_path: Path, capsys: Any) -> None:
     """They are finite, and in float32 so is all that follows; in float16 nothing is, and that is said."""
-    folder = tmp_path / "plain"
-    shutil.copytree(made["plain"], folder)
+    folder = Path(shutil.copytree(made["plain"], tmp_path / "plain"))
     gates(1e30)(folder)
     for command in ("audit", "certify"):
         assert main([command, str(folder), *TRYING[command], "--source", str(made["text.txt"])]) == 0

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from changed_models import trainer_of
 from tiny import tiny
-from tiny_dense import TEXT, tiny_dense
+from tiny_dense import CONFIGS, tiny_dense
 from torch import Tensor, nn
 
 import holdfast
@@ -22,7 +23,7 @@ def llava(seed: int = 0, **changes: Any) -> Any:
     torch.manual_seed(seed)
     vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = transformers.LlavaConfig(
-        text_config=transformers.LlamaConfig(**{**TEXT, "num_hidden_layers": 2}),
+        text_config=transformers.LlamaConfig(**{**CONFIGS["llama"], "num_hidden_layers": 2}),
         vision_config=transformers.CLIPVisionConfig(**vision, image_size=8, patch_size=4, projection_dim=16),
         vision_feature_layer=-1,
         image_seq_length=PARTS,
@@ -110,11 +111,8 @@ def test_it_trains_saves_and_loads(tmp_path: Path) -> None:
 def test_the_trainer_trains_it(tmp_path: Path) -> None:
     model, given = sparse(), batch()
     rows = [{"input_ids": ids, "pixel_values": pixels, "labels": ids} for ids, pixels in zip(*given.values(), strict=True)]
-    arguments = transformers.TrainingArguments(
-        str(tmp_path), max_steps=3, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no", logging_strategy="no"
-    )
     before = weights(model)[0].detach().clone()
-    transformers.Trainer(model, arguments, train_dataset=rows).train()
+    trainer_of(model, tmp_path, rows, max_steps=3).train()
     after = weights(model)[0]
     assert after.isfinite().all() and not torch.equal(after, before)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from changed_models import IDS, logits
+from changed_models import IDS, changed, logits
 from tiny import tiny
 from tiny_dense import tiny_dense
 from torch import Tensor
@@ -90,11 +90,7 @@ def test_the_losses_of_routers_are_in_the_loss_of_a_wrapped_model() -> None:
 )
 def test_routers_that_read_attention_read_it_with_its_adapters(family: str, router: str, targets: list[str]) -> None:
     """At the attention's output, or at its projection too: what adapters do to them shows, merged or not."""
-    model = (
-        holdfast.reroute(tiny(family), router)
-        if family == "mixtral"
-        else holdfast.sparsify(tiny_dense(family), experts=8, k=2, router=router, noise=0.5)
-    )
+    model = changed(family, router)
     plain = logits(model)
     wrapped = adapted(model, targets, fan_in_fan_out=family == "gpt2")
     torch.testing.assert_close(logits(wrapped), plain, atol=1e-5, rtol=1e-5)
@@ -147,11 +143,7 @@ def test_adapters_that_are_switched_off_are_not_read_either() -> None:
 @pytest.mark.parametrize("family", ["mixtral", "gpt2"])
 def test_dora_is_read_as_the_weights_that_it_merges_to(family: str, router: str) -> None:
     """It rescales the rows of the projection, as well as adding to them."""
-    model: Any = (
-        holdfast.reroute(tiny(family), router)
-        if family == "mixtral"
-        else holdfast.sparsify(tiny_dense(family), experts=8, k=2, router=router, noise=0.5)
-    )
+    model = changed(family, router)
     targets = ["o_proj"] if family == "mixtral" else ["attn.c_proj"]
     wrapped = adapted(model, targets, use_dora=True, fan_in_fan_out=family == "gpt2")
     train(wrapped, steps=5)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import holdfast
 from holdfast.hub.install import specs_of
 from holdfast.hub.replacements import SparseLayer
-from holdfast.hub.specs import describe, read_specs
+from holdfast.hub.specs import read_specs
 from holdfast.train.recipe import load_recipe
 
 FAMILIES = sorted(CONFIGS)
@@ -113,7 +113,7 @@ def test_shared_experts_are_saved_loaded_and_kept_by_reroute(family: str, tmp_pa
 
 @pytest.mark.parametrize("value", [0, -1, "2", 1.5, True, 2**62])
 def test_a_wrong_number_of_shared_experts_in_a_config_is_refused(value: Any) -> None:
-    described = json.loads(json.dumps(describe("llama", specs_of(holdfast.sparsify(tiny_dense("llama"), experts=4)))))
+    described = json.loads(json.dumps(holdfast.sparsify(tiny_dense("llama"), experts=4).config.holdfast))
     next(iter(described["layers"].values()))["shared"] = value
     with pytest.raises(ValueError, match="shared"):
         read_specs(described)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import soft_layers_on_ranks
 import torch
-import transformers
+from changed_models import trainer_of
 from ranks import on_ranks
 from soft_layers_on_ranks import ROUTERS, batches, built, train
 from tiers import quick_or_slow
@@ -242,10 +242,7 @@ def test_a_trainer_and_adapters_train_soft_layers(tmp_path: Path) -> None:
     model = soft("bert", "softmoe[slots=2]+symphony", noise=0.1)
     wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["query", "value"]))
     rows = [{name: value[0] for name, value in inputs("bert", seed).items()} for seed in range(4)]
-    options = transformers.TrainingArguments(
-        str(tmp_path / "run"), max_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True, save_strategy="no"
-    )
-    trainer = transformers.Trainer(wrapped, options, train_dataset=rows)  # type: ignore[arg-type]
+    trainer = trainer_of(wrapped, tmp_path / "run", rows, max_steps=2, per_device_train_batch_size=2)
     assert torch.isfinite(torch.tensor(trainer.train().training_loss))
     wrapped.eval()
     with torch.no_grad():

@@ -195,7 +195,7 @@ def test_nothing_of_a_forward_is_kept_in_evaluation() -> None:
         outputs(model, batch)
         for moe_layer in moe_layers(model):
             capture: Any = moe_layer.block.context_capture
-            captured = capture._thread.captured.attention
+            captured = capture._thread.current.attention
             assert captured.query is None and captured.output is None and capture.routed is None
             assert capture.forwards.forward.token_ids is None
 

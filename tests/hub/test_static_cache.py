@@ -14,10 +14,10 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 import holdfast
+from holdfast.hub.context import token_mask_of, window_mask
 from holdfast.hub.install import install_hooks
 from holdfast.hub.layers import moe_layers
 from holdfast.routing import RouterCache
-from holdfast.routing.attention_masks import token_mask_of, window_mask
 from holdfast.routing.cache import StaticRouterCache
 
 LAYERS = {"num_hidden_layers": 2}  # each layer more is traced once more

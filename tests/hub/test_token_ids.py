@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from changed_models import changed as with_router
+from changed_models import trainer_of
 from tiny_dense import inputs, outputs, tiny_dense
 from torch import Tensor
 
@@ -146,14 +147,9 @@ def test_tables_and_stages_are_saved_and_loaded(kind: str, router: str, tmp_path
 
 
 def train(model: Any, folder: Path, steps: int, **options: Any) -> Any:
-    from transformers import Trainer, TrainingArguments
-
     rows = torch.randint(3, 64, (40, 12), generator=torch.Generator().manual_seed(1))
     settings = {"max_steps": steps, "per_device_train_batch_size": 4, "learning_rate": 0.01, "weight_decay": 0.3}
-    quiet = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "steps", "save_steps": 4}
-    arguments = TrainingArguments(str(folder), **settings, **quiet, logging_strategy="no", seed=3)
-    data = [{"input_ids": row, "labels": row} for row in rows]
-    trainer = Trainer(model, arguments, train_dataset=data)
+    trainer = trainer_of(model, folder, rows, **settings, save_strategy="steps", save_steps=4, seed=3)
     trainer.train(**options)
     return model.eval()
 

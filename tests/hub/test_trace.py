@@ -14,8 +14,8 @@ from torch import Tensor
 
 import holdfast
 from holdfast.hub import Trace
+from holdfast.hub.context import token_mask_of
 from holdfast.hub.families import MOE_FAMILIES as FAMILIES
-from holdfast.routing.attention_masks import token_mask_of
 
 IDS = torch.tensor([[5, 9, 13, 7, 3, 22], [0, 0, 4, 8, 15, 16]])
 MASK = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from changed_models import changed as with_router
+from changed_models import trainer_of
 from ranks import on_ranks
 from tiers import quick_or_slow
 from tiny import tiny
@@ -41,23 +42,10 @@ def changed(family: str, router: str, seed: int = 0) -> Any:
 
 
 def trainer(model: Any, folder: Path, **options: Any) -> Any:
-    from transformers import Trainer, TrainingArguments
-
-    settings: dict[str, Any] = {
-        "max_steps": STEPS,
-        "per_device_train_batch_size": 2,
-        "per_device_eval_batch_size": 4,
-        "learning_rate": 0.01,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "seed": 3,
-        **options,
-    }
+    sizes = {"max_steps": STEPS, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 4, "learning_rate": 0.01}
+    settings = {**sizes, "logging_strategy": "steps", "logging_steps": 1, "seed": 3, **options}
     data = dataset()
-    return Trainer(model, TrainingArguments(str(folder), **settings), train_dataset=data[:20], eval_dataset=data[20:])
+    return trainer_of(model, folder, data[:20], data[20:], **settings)
 
 
 def contents(model: Any) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import family_models
 import torch
 import transformers
 
@@ -39,30 +40,10 @@ EXTRA: dict[str, dict[str, Any]] = {
     "phimoe": {"num_local_experts": 8},
     "granitemoe": {"num_local_experts": 8},
 }
-LINEAR = {
-    "num_experts": 8,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "head_dim": 8,
-    "linear_conv_kernel_dim": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-}
 HYBRIDS: dict[str, dict[str, Any]] = {  # only the last layer has attention
-    "qwen3_next": {**LINEAR, "layer_types": ["linear_attention", "linear_attention", "full_attention"]},
-    "qwen3_5_moe_text": {**LINEAR, "layer_types": ["linear_attention", "linear_attention", "full_attention"]},
-    "granitemoehybrid": {
-        "num_local_experts": 8,
-        "shared_intermediate_size": 16,
-        "layer_types": ["mamba", "mamba", "attention"],
-        "mamba_n_heads": 4,
-        "mamba_d_head": 16,
-        "mamba_d_state": 8,
-        "mamba_d_conv": 2,
-        "mamba_chunk_size": 4,
-    },
+    "qwen3_next": {**family_models.LINEAR, **EXTRA["qwen2_moe"], "head_dim": 8},
+    "qwen3_5_moe_text": {**family_models.LINEAR, **EXTRA["qwen2_moe"], "head_dim": 8},
+    "granitemoehybrid": {**family_models.MOE_MODELS["granitemoehybrid"], "num_local_experts": 8},
 }
 MOE_LAYERS = {"deepseek_v3": 2, "glm4_moe": 2}  # the first layer of these is dense; all three are MoE elsewhere
 

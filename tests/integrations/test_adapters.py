@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from changed_models import IDS, logits
+from changed_models import IDS, logits, trainer_of
 from tiers import quick_or_slow
 from tiny import tiny
 from tiny_dense import tiny_dense
 from torch import Tensor
+from trained_by_others import tokenizer
 
 import holdfast
 from holdfast.hub.layers import moe_layers
@@ -56,6 +56,12 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
         assert torch.equal(value, other[name]), name
 
 
+def assert_carried(loaded: Any, model: Any) -> None:
+    """The state of routers, and what the model computes with it."""
+    assert_same(state(loaded), state(model))
+    assert torch.equal(logits(loaded), logits(model))
+
+
 @pytest.mark.parametrize("router", [STATEFUL, "ac+symphony", "remoe", "top-p", "xmoe", "smoe-dropout"])
 def test_an_adapter_carries_the_state_of_routers(router: str, tmp_path: Path) -> None:
     wrapped = train(adapted(rerouted(router)))
@@ -63,8 +69,7 @@ def test_an_adapter_carries_the_state_of_routers(router: str, tmp_path: Path) ->
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "this adapter holds no state")
         loaded = peft.PeftModel.from_pretrained(rerouted(router, seed=4), tmp_path)
-    assert_same(state(loaded), state(wrapped))
-    assert torch.equal(logits(loaded), logits(wrapped))
+    assert_carried(loaded, wrapped)
 
 
 def test_an_adapter_of_a_sparse_model_carries_it_to_the_saved_base(tmp_path: Path) -> None:
@@ -73,8 +78,7 @@ def test_an_adapter_of_a_sparse_model_carries_it_to_the_saved_base(tmp_path: Pat
     wrapped = train(adapted(model))
     wrapped.save_pretrained(tmp_path / "adapter")
     loaded = peft.PeftModel.from_pretrained(holdfast.load(tmp_path / "base"), tmp_path / "adapter")
-    assert_same(state(loaded), state(wrapped))
-    assert torch.equal(logits(loaded), logits(wrapped))
+    assert_carried(loaded, wrapped)
 
 
 @pytest.mark.parametrize(
@@ -105,29 +109,14 @@ def test_an_adapter_that_transformers_itself_put_on_carries_it(tmp_path: Path) -
     assert (tmp_path / "adapter_model.safetensors").exists() and not (tmp_path / "holdfast.json").exists()
     loaded = rerouted()
     loaded.load_adapter(tmp_path)
-    assert_same(state(loaded), state(model))
-    assert torch.equal(logits(loaded), logits(model))
+    assert_carried(loaded, model)
 
 
 def test_a_checkpoint_of_the_trainer_carries_it_and_resumes(tmp_path: Path) -> None:
-    def trainer(steps: int) -> Any:
-        arguments = transformers.TrainingArguments(
-            output_dir=str(tmp_path),
-            max_steps=steps,
-            save_steps=2,
-            learning_rate=0.01,
-            per_device_train_batch_size=2,
-            lr_scheduler_type="constant",
-            report_to=[],
-            use_cpu=True,
-            disable_tqdm=True,
-        )
-        data = [{"input_ids": row, "labels": row} for row in IDS]
-        return transformers.Trainer(adapted(rerouted()), arguments, train_dataset=data)
-
-    whole = trainer(4)
+    settings = {"max_steps": 4, "learning_rate": 0.01, "per_device_train_batch_size": 2, "lr_scheduler_type": "constant"}
+    saved = {"save_strategy": "steps", "save_steps": 2}
+    whole, resumed = (trainer_of(adapted(rerouted()), tmp_path, IDS, **settings, **saved) for _ in range(2))
     whole.train()
-    resumed = trainer(4)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert_same(state(resumed.model), state(whole.model))
     loaded = peft.PeftModel.from_pretrained(rerouted(), tmp_path / "checkpoint-4")
@@ -137,17 +126,8 @@ def test_a_checkpoint_of_the_trainer_carries_it_and_resumes(tmp_path: Path) -> N
 def test_a_checkpoint_of_trl_carries_it(tmp_path: Path) -> None:
     trl = pytest.importorskip("trl", reason="TRL trains")
     datasets = pytest.importorskip("datasets", reason="TRL takes its data so")
-    arguments = trl.SFTConfig(
-        output_dir=str(tmp_path),
-        max_steps=2,
-        save_steps=2,
-        learning_rate=0.01,
-        report_to=[],
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        disable_tqdm=True,
-    )
+    settings = {"max_steps": 2, "save_steps": 2, "learning_rate": 0.01, "bf16": False, "gradient_checkpointing": False}
+    arguments = trl.SFTConfig(str(tmp_path), **settings, report_to=[], use_cpu=True, disable_tqdm=True)
     trainer = trl.SFTTrainer(
         rerouted(),
         arguments,
@@ -157,17 +137,7 @@ def test_a_checkpoint_of_trl_carries_it(tmp_path: Path) -> None:
     )
     trainer.train()
     loaded = peft.PeftModel.from_pretrained(rerouted(), tmp_path / "checkpoint-2")
-    assert_same(state(loaded), state(trainer.model))
-    assert torch.equal(logits(loaded), logits(trainer.model))
-
-
-def tokenizer() -> Any:
-    """Of words that are numbers; TRL wants one though its data is tokens."""
-    from tokenizers import Tokenizer, models
-
-    words = {str(index): index for index in range(64)}
-    plain = Tokenizer(models.WordLevel(words, unk_token="0"))
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=plain, pad_token="0", eos_token="2", bos_token="1")
+    assert_carried(loaded, trainer.model)
 
 
 def test_without_adapters_routers_have_the_state_from_before() -> None:
@@ -304,8 +274,7 @@ def test_a_pickled_model_keeps_the_states_of_its_adapters(tmp_path: Path) -> Non
     for model in (wrapped, again):
         with model.disable_adapter():
             logits(model)
-    assert_same(state(again), state(wrapped))
-    assert torch.equal(logits(again), logits(wrapped))
+    assert_carried(again, wrapped)
 
 
 def test_prompt_tuning_warns_that_it_leaves_the_state_behind(tmp_path: Path) -> None:

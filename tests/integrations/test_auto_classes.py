@@ -1,6 +1,5 @@
 """After `import holdfast`, what opens Hugging Face folders opens ours: Auto classes, families' own classes, pipelines."""
 
-import json
 import re
 import shutil
 from collections.abc import Callable
@@ -11,7 +10,7 @@ import pytest
 import tokenizers
 import torch
 import transformers
-from changed_models import TWO_ROWS, assert_same, learned, said
+from changed_models import TWO_ROWS, Edit, Trap, assert_same, edit_config, flip_a_bit, in_layer, learned, said, trainer_of
 from tiers import quick_or_slow
 from tiny import EXTRA, tiny
 from tiny_dense import CONFIGS, tiny_dense
@@ -205,11 +204,7 @@ def test_a_pipeline_generates_what_the_model_generates(kept: Path) -> None:
 
 def test_a_trainer_writes_checkpoints_that_auto_classes_open(tmp_path: Path) -> None:
     model = learned("llama")
-    rows = [{"input_ids": TWO_ROWS[0], "labels": TWO_ROWS[0]}] * 2
-    settings = transformers.TrainingArguments(
-        str(tmp_path), max_steps=1, save_steps=1, report_to=[], use_cpu=True, disable_tqdm=True
-    )
-    transformers.Trainer(model, settings, train_dataset=rows).train()
+    trainer_of(model, tmp_path, TWO_ROWS, max_steps=1, save_steps=1, save_strategy="steps").train()
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-1")
     assert_same_state(model, loaded)
     assert "library_name: holdfast" in (tmp_path / "checkpoint-1" / "README.md").read_text()
@@ -267,17 +262,7 @@ def test_the_code_of_a_model_card_runs_as_written(kind: str, tmp_path: Path, mon
 # Folders that are damaged or hostile
 
 
-def edit(folder: Path, change: Callable[[dict[str, Any]], object], *, upper: bool = False) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    change(config if upper else config["model_config"])
-    (folder / "config.json").write_text(json.dumps(config))
-
-
-def in_layer(**values: Any) -> Callable[[dict[str, Any]], object]:
-    return lambda config: next(iter(config["holdfast"]["layers"].values())).update(values)
-
-
-def in_description(**values: Any) -> Callable[[dict[str, Any]], object]:
+def in_description(**values: Any) -> Edit:
     return lambda config: config["holdfast"].update(values)
 
 
@@ -286,14 +271,8 @@ def one_layer_more(config: dict[str, Any]) -> None:
     layers["layers.9.mlp"] = layers["layers.0.mlp"]
 
 
-def another_type(own: str) -> Callable[[dict[str, Any]], object]:
+def another_type(own: str) -> Edit:
     return lambda config: (config.update(model_type=own), config["holdfast"].update(model_type=own))
-
-
-def flip_a_bit(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[-100] ^= 1
-    file.write_bytes(content)
 
 
 DAMAGE: dict[str, Callable[[Path], object]] = {
@@ -301,12 +280,12 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "other weights": lambda folder: flip_a_bit(folder / "model.safetensors"),
     "no weights": lambda folder: (folder / "model.safetensors").unlink(),
     "an adapter": lambda folder: (folder / "adapter_config.json").write_text("{}"),
-    "no description": lambda folder: edit(folder, lambda config: config.pop("holdfast")),
-    "another description": lambda folder: edit(folder, in_layer(k=1)),
-    "another family": lambda folder: edit(folder, lambda config: config.update(model_type="olmoe")),
-    "other sizes": lambda folder: edit(folder, lambda config: config.update(intermediate_size=24)),
+    "no description": lambda folder: edit_config(folder, lambda config: config.pop("holdfast")),
+    "another description": lambda folder: edit_config(folder, in_layer(k=1)),
+    "another family": lambda folder: edit_config(folder, lambda config: config.update(model_type="olmoe")),
+    "other sizes": lambda folder: edit_config(folder, lambda config: config.update(intermediate_size=24)),
 }
-EDITS: dict[str, Callable[[dict[str, Any]], object]] = {
+EDITS: dict[str, Edit] = {
     "another router": in_layer(router="smoe"),
     "a router with more weights": in_layer(router="xmoe"),
     "an unknown router": in_layer(router="nonsense"),
@@ -332,20 +311,16 @@ def test_an_edited_description_is_refused_even_with_its_checksum(
     name: str, opens: str, copied: Callable[[str], Path]
 ) -> None:
     folder = copied("mixtral")
-    edit(folder, EDITS[name])
+    edit_config(folder, EDITS[name])
     write_manifest(folder)
     with pytest.raises(ValueError, match=r"holdfast|router|layer|weights|format"):
         getattr(transformers, opens).from_pretrained(folder)
 
 
 def test_a_folder_with_pickles_in_place_of_weights_is_refused(copied: Callable[[str], Path], tmp_path: Path) -> None:
-    class Trap:
-        def __reduce__(self) -> tuple[Any, ...]:
-            return (Path.touch, (tmp_path / "unpickled",))
-
     folder = copied("mixtral")
     (folder / "model.safetensors").unlink()
-    torch.save({"lm_head.weight": Trap()}, folder / "pytorch_model.bin")
+    torch.save({"lm_head.weight": Trap(tmp_path / "unpickled")}, folder / "pytorch_model.bin")
     write_manifest(folder)
     for kind in (transformers.AutoModelForCausalLM, transformers.MixtralForCausalLM):
         for options in ({}, {"use_safetensors": False}, {"weights_only": False}):
@@ -356,7 +331,7 @@ def test_a_folder_with_pickles_in_place_of_weights_is_refused(copied: Callable[[
 
 def test_a_value_beside_the_familys_config_is_refused(copied: Callable[[str], Path]) -> None:
     folder = copied("mixtral")
-    edit(folder, lambda config: config.update(hidden_size=64), upper=True)
+    edit_config(folder, lambda config: config.update(hidden_size=64), upper=True)
     for opens in (holdfast.load, transformers.AutoModelForCausalLM.from_pretrained):
         with pytest.raises(ValueError, match="'hidden_size' beside"):
             opens(folder)
@@ -364,7 +339,7 @@ def test_a_value_beside_the_familys_config_is_refused(copied: Callable[[str], Pa
 
 def test_a_familys_own_class_fetches_no_kernel_that_a_folder_names(copied: Callable[[str], Path]) -> None:
     folder = copied("mixtral")
-    edit(folder, lambda config: config.update(attn_implementation="evil/kernel"))
+    edit_config(folder, lambda config: config.update(attn_implementation="evil/kernel"))
     with pytest.raises(ValueError, match="kernel"):
         transformers.MixtralForCausalLM.from_pretrained(folder)
     assert transformers.AutoModelForCausalLM.from_pretrained(folder).config._attn_implementation == "sdpa"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from changed_models import IDS, logits
+from changed_models import IDS, logits, trainer_of
 from tiny import tiny
 from tiny_dense import tiny_dense
 from torch import Tensor, nn
@@ -265,8 +265,4 @@ def test_a_model_from_gguf_is_sparsified_saved_and_loaded(tmp_path: Path) -> Non
     torch.testing.assert_close(logits(model), expected, atol=1e-5, rtol=1e-5)
     loaded = holdfast.load(holdfast.save(model, tmp_path / "saved"))
     assert torch.equal(logits(loaded), logits(model))
-    arguments = transformers.TrainingArguments(
-        output_dir=str(tmp_path / "run"), max_steps=1, report_to=[], use_cpu=True, disable_tqdm=True
-    )
-    data = [{"input_ids": row, "labels": row} for row in IDS]
-    transformers.Trainer(model, arguments, train_dataset=data).train()
+    trainer_of(model, tmp_path / "run", IDS, max_steps=1).train()

@@ -17,6 +17,7 @@ from test_losses_in_models import LOSSES, changed, gradients, quiet, rows, text
 from tiers import quick_or_slow
 from tiny import tiny
 from torch import Tensor
+from trained_by_others import losses_by_hand
 
 import holdfast
 
@@ -24,8 +25,9 @@ UNREAD = "routers' losses"
 
 
 def cross_entropy(out: Any, labels: Tensor, items: Tensor | None = None) -> Tensor:
-    """A trainer's own loss, from logits."""
-    logits, targets = out.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    """A trainer's own loss, from logits or outputs that have them."""
+    logits = out if isinstance(out, Tensor) else out.logits
+    logits, targets = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
     if items is None:
         return F.cross_entropy(logits, targets)
     return F.cross_entropy(logits, targets, reduction="sum") / items
@@ -38,13 +40,9 @@ def model_of(family: str, router: str, losses: holdfast.Losses | None = LOSSES) 
 def reference(family: str, router: str, batches: list[dict[str, Tensor]], scale: float = 1.0) -> dict[str, Tensor]:
     """A hand-written loop: cross entropy of the logits of a model that knows no losses, and each router's loss by hand."""
     model = model_of(family, router, None)
-    for module in model.modules():
-        if isinstance(module, holdfast.Router):
-            module.losses = LOSSES
-            module.register_forward_hook(lambda _, given, routing: seen.append(routing.loss))
+    seen = losses_by_hand(model, LOSSES)
     for batch in batches:
-        seen: list[Tensor] = []
-        model.__dict__["_holdfast"].collector.collect = lambda routing, weights, *_: weights  # nothing is added by itself
+        seen.clear()
         out = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
         ((cross_entropy(out, batch["labels"]) + torch.stack(seen).sum()) * scale / len(batches)).backward()
     return gradients(model)
@@ -68,22 +66,16 @@ READERS: dict[str, Callable[[Any, dict[str, Tensor]], Tensor]] = {
     "logits alone": lambda model, batch: cross_entropy(model(**inputs(batch)), batch["labels"]),
     "logits, with labels": lambda model, batch: cross_entropy(model(**batch), batch["labels"]),
     ".forward()": lambda model, batch: cross_entropy(model.forward(**inputs(batch)), batch["labels"]),
-    "inner model": lambda model, batch: cross_entropy_of_inner(model, batch),
+    "inner model": lambda model, batch: cross_entropy(
+        model.lm_head(model.base_model(**inputs(batch)).last_hidden_state), batch["labels"]
+    ),
     "router_loss": lambda model, batch: with_router_loss(model(**inputs(batch)), batch),
     "aux_loss": lambda model, batch: with_aux_loss(model, batch),
     "tuple": lambda model, batch: model(**batch, return_dict=False)[0],
-    "tuple without labels": lambda model, batch: cross_entropy_of_tuple(model(**inputs(batch), return_dict=False), batch),
+    "tuple without labels": lambda model, batch: cross_entropy(
+        model(**inputs(batch), return_dict=False)[0], batch["labels"]
+    ),
 }
-
-
-def cross_entropy_of_inner(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    hidden = model.base_model(**inputs(batch)).last_hidden_state
-    logits = model.lm_head(hidden)
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
-
-
-def cross_entropy_of_tuple(out: Any, batch: dict[str, Tensor]) -> Tensor:
-    return F.cross_entropy(out[0][:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
 
 
 def with_router_loss(out: Any, batch: dict[str, Tensor]) -> Tensor:

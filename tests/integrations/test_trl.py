@@ -44,20 +44,18 @@ def preferences() -> Any:
     return datasets.Dataset.from_list(rows)
 
 
-def sft(model: Any, folder: Path, callbacks: Any, **options: Any) -> Any:
+def sft(model: Any, folder: Path, **options: Any) -> Any:
     rows = datasets.Dataset.from_list([{"text": sentence(seed, 5 + seed % 5)} for seed in range(8)])
     arguments = trl.SFTConfig(output_dir=str(folder), **{**SETTINGS, **options})
-    return trl.SFTTrainer(model, arguments, train_dataset=rows, processing_class=tokenizer(), callbacks=callbacks)
+    return trl.SFTTrainer(model, arguments, train_dataset=rows, processing_class=tokenizer())
 
 
-def dpo(model: Any, folder: Path, callbacks: Any, reference: Any = None, **options: Any) -> Any:
+def dpo(model: Any, folder: Path, reference: Any = None, **options: Any) -> Any:
     arguments = trl.DPOConfig(output_dir=str(folder), **{**SETTINGS, **options})
-    return trl.DPOTrainer(
-        model, reference, arguments, train_dataset=preferences(), processing_class=tokenizer(), callbacks=callbacks
-    )
+    return trl.DPOTrainer(model, reference, arguments, train_dataset=preferences(), processing_class=tokenizer())
 
 
-def grpo(model: Any, folder: Path, callbacks: Any, **options: Any) -> Any:
+def grpo(model: Any, folder: Path, **options: Any) -> Any:
     rows = datasets.Dataset.from_list([{"prompt": sentence(seed, 4)} for seed in range(8)])
     settings = {**SETTINGS, "num_generations": 2, "max_completion_length": 6, "beta": 0.0, "temperature": 1.0, **options}
     arguments = trl.GRPOConfig(output_dir=str(folder), **settings)
@@ -68,7 +66,6 @@ def grpo(model: Any, folder: Path, callbacks: Any, **options: Any) -> Any:
         args=arguments,
         train_dataset=rows,
         processing_class=tokenizer(),
-        callbacks=callbacks,
     )
 
 
@@ -84,14 +81,8 @@ def own_gradients(trainer: str, family: str, router: str, folder: Path, parts: i
     """A model without losses, and a loss to which each router's own is added by hand."""
     model = model_of(family, router, None)
     seen = losses_by_hand(model, LOSSES)
-    run = TRAINERS[trainer](
-        model,
-        folder,
-        [],
-        router_aux_loss_coef=0.0,
-        gradient_accumulation_steps=parts,
-        **needed(trainer, family, router),
-    )
+    options = {"gradient_accumulation_steps": parts, **needed(trainer, family, router)}
+    run = TRAINERS[trainer](model, folder, router_aux_loss_coef=0.0, **options)
     divisor = 1 if trainer == "DPO" else parts  # DPO's loss is divided by the Trainer afterwards
     with adding_by_hand(run, seen, divisor):
         return gradients_of(run, model)
@@ -111,22 +102,16 @@ def test_router_losses_train_as_if_added_by_hand(
     trainer: str, family: str, router: str, way: str, parts: int, tmp_path: Path
 ) -> None:
     model = model_of(family, router, LOSSES)
-    run = TRAINERS[trainer](
-        model,
-        tmp_path / "ours",
-        [],
-        router_aux_loss_coef=WAYS[way],
-        gradient_accumulation_steps=parts,
-        **needed(trainer, family, router),
-    )
+    options = {"gradient_accumulation_steps": parts, **needed(trainer, family, router)}
+    run = TRAINERS[trainer](model, tmp_path / "ours", router_aux_loss_coef=WAYS[way], **options)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="the loss was computed without")
         found = gradients_of(run, model)
     expected = own_gradients(trainer, family, router, tmp_path / "by hand", parts)
     assert_same(found, expected)
     plain = model_of(family, router, holdfast.Losses())
-    options = needed(trainer, family, router) | {"gradient_accumulation_steps": parts}
-    without = gradients_of(TRAINERS[trainer](plain, tmp_path / "without", [], **options), plain)
+    options = {"gradient_accumulation_steps": parts, **needed(trainer, family, router)}
+    without = gradients_of(TRAINERS[trainer](plain, tmp_path / "without", **options), plain)
     changed = [name for name in found if not torch.allclose(found[name], without[name], atol=1e-5)]
     assert any("gate.weight" in name or "router.score" in name for name in changed)
 
@@ -192,7 +177,7 @@ def test_the_familys_own_balance_loss_is_absent(trainer: str, tmp_path: Path) ->
     for coefficient in (None, 0.0, 100.0):
         model = model_of("mixtral", "smoe", holdfast.Losses())
         options = needed(trainer, "mixtral", "smoe") | {"router_aux_loss_coef": coefficient}
-        found.append(gradients_of(TRAINERS[trainer](model, tmp_path / str(coefficient), [], **options), model))
+        found.append(gradients_of(TRAINERS[trainer](model, tmp_path / str(coefficient), **options), model))
     assert_same(found[0], found[1])
     assert_same(found[2], found[1])
 
@@ -200,7 +185,7 @@ def test_the_familys_own_balance_loss_is_absent(trainer: str, tmp_path: Path) ->
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_trl_logs_the_routers_loss(trainer: str, tmp_path: Path) -> None:
     model = model_of("llama", "smoe", LOSSES)
-    run = TRAINERS[trainer](model, tmp_path, [], logging_steps=1, **needed(trainer, "llama", "smoe"))
+    run = TRAINERS[trainer](model, tmp_path, logging_steps=1, **needed(trainer, "llama", "smoe"))
     run.train()
     logged = [entry["aux_loss"] for entry in run.state.log_history if "aux_loss" in entry]
     assert len(logged) == 1 and logged[0] > 0.5
@@ -211,7 +196,7 @@ def test_trl_logs_the_routers_loss(trainer: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
 def test_evaluation_works_under_sft(label_smoothing: float, tmp_path: Path) -> None:
     model = model_of("llama", "smooth", LOSSES)
-    run = sft(model, tmp_path, [], label_smoothing_factor=label_smoothing)
+    run = sft(model, tmp_path, label_smoothing_factor=label_smoothing)
     before = {name: value.clone() for name, value in model.named_buffers()}
     result = run.evaluate(run.train_dataset)
     assert result["eval_aux_loss"] > 0.5
@@ -226,16 +211,16 @@ def test_dpo_does_not_make_its_reference_from_the_model_as_it_was(tmp_path: Path
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
     holdfast.reroute(model, "smooth", losses=LOSSES)
     with pytest.raises(Exception, match="Holdfast"):
-        dpo(model, tmp_path / "run", [])
+        dpo(model, tmp_path / "run")
     holdfast.restore(model)
     assert model.config._name_or_path == str(tmp_path / "plain")
-    dpo(model, tmp_path / "run", [])
+    dpo(model, tmp_path / "run")
 
 
 def test_dpo_makes_its_reference_from_a_saved_folder(tmp_path: Path) -> None:
     holdfast.save(model_of("mixtral", "smooth", LOSSES), tmp_path / "saved", tokenizer=tokenizer())
     model = holdfast.load(tmp_path / "saved")
-    run = dpo(model, tmp_path / "run", [])
+    run = dpo(model, tmp_path / "run")
     assert run.ref_model.config.holdfast == model.config.holdfast
     ids = torch.arange(10, 22).view(2, 6)
     with torch.no_grad():
@@ -257,7 +242,7 @@ def test_gradient_checkpointing_which_is_trls_default_changes_nothing(trainer: s
             torch.manual_seed(4)
             config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
             model = peft.get_peft_model(model, config)
-        found.append(gradients_of(TRAINERS[trainer](model, tmp_path / str(checkpointed), [], **options), model))
+        found.append(gradients_of(TRAINERS[trainer](model, tmp_path / str(checkpointed), **options), model))
     assert_same(found[1], found[0])
 
 
@@ -272,7 +257,7 @@ def test_adapters_train_with_the_routers_losses_and_references_teach_nothing(tra
     for module in model.modules():
         if isinstance(module, holdfast.Router):
             module.register_forward_hook(lambda router, given, routing: seen.append(bool(routing.losses)))
-    run = TRAINERS[trainer](peft.get_peft_model(model, config), tmp_path, [], max_steps=2)
+    run = TRAINERS[trainer](peft.get_peft_model(model, config), tmp_path, max_steps=2)
     graphs = [value.clone() for name, value in model.named_buffers() if name.endswith("graph")]
     run.train()
     model.eval()
@@ -288,7 +273,7 @@ def test_trls_defaults_train_a_model_that_was_rerouted_without_losses(trainer: s
     for checkpointed in (False, True):
         model = model_of("mixtral", "smoe", None)
         options = needed(trainer, "mixtral", "smoe") | {"gradient_checkpointing": checkpointed}
-        found.append(gradients_of(TRAINERS[trainer](model, tmp_path / str(checkpointed), [], **options), model))
+        found.append(gradients_of(TRAINERS[trainer](model, tmp_path / str(checkpointed), **options), model))
     assert_same(found[1], found[0])
 
 
@@ -300,13 +285,13 @@ def test_the_reference_that_dpo_makes_of_a_trained_adapter_has_its_router_state(
     torch.manual_seed(4)
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     model = peft.get_peft_model(holdfast.load(tmp_path / "base"), config)
-    sft(model, tmp_path / "sft", [], max_steps=3, learning_rate=1e-3).train()
+    sft(model, tmp_path / "sft", max_steps=3, learning_rate=1e-3).train()
     model.save_pretrained(tmp_path / "adapter")
     ids = torch.arange(10, 22).view(2, 6)
     with torch.no_grad():
         expected = model.eval()(ids).logits
     again = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter", is_trainable=True)
-    run = dpo(again, tmp_path / "dpo", [], logging_steps=1, max_steps=3, learning_rate=1e-3)
+    run = dpo(again, tmp_path / "dpo", logging_steps=1, max_steps=3, learning_rate=1e-3)
     run.train()
     margins = [entry["rewards/margins"] for entry in run.state.log_history if "rewards/margins" in entry]
     assert margins[0] == 0.0 and margins[-1] != 0.0  # the policy is its reference until the first update
@@ -326,7 +311,7 @@ def test_dpo_does_not_make_its_reference_from_the_folder_of_a_restored_model(tmp
     holdfast.save(model_of("mixtral", "smooth", LOSSES), tmp_path / "saved", tokenizer=tokenizer())
     model = holdfast.restore(holdfast.load(tmp_path / "saved"))
     with pytest.raises(Exception, match="Holdfast"):
-        dpo(model, tmp_path / "run", [])
+        dpo(model, tmp_path / "run")
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
@@ -335,7 +320,7 @@ def test_a_model_with_its_own_router_trains_as_an_untouched_one(trainer: str, tm
     found = []
     for name, model in (("untouched", tiny("mixtral")), ("native", holdfast.reroute(tiny("mixtral"), "native"))):
         options = {"reference": tiny("mixtral")} if trainer == "DPO" else {}
-        run = TRAINERS[trainer](model, tmp_path / name, [], logging_steps=1, router_aux_loss_coef=0.5, **options)
+        run = TRAINERS[trainer](model, tmp_path / name, logging_steps=1, router_aux_loss_coef=0.5, **options)
         found.append(gradients_of(run, model))
         assert next(entry["aux_loss"] for entry in run.state.log_history if "aux_loss" in entry) > 1.0
     assert_same(found[1], found[0])

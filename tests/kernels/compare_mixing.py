@@ -93,6 +93,23 @@ WIDE_CASES = [
 ]
 
 
+def limits_of(case: Case, *heads: int) -> tuple[Tensor | None, Tensor | None]:
+    """Return which keys are real, and the mask, with an axis for `heads` if given."""
+    real, one = torch.rand(GROUPS, case.keys) < 0.7, [1 for _ in heads]
+    real[1, : case.keys // 2] = False  # in causal rows nothing is allowed
+    masks = {
+        "": None,
+        "bool": torch.rand(1, *heads, case.queries, case.keys) < 0.8,
+        "column": torch.rand(GROUPS, *one, 1, case.keys) < 0.8,
+        "added": torch.randn(GROUPS, *one, case.queries, case.keys),
+    }
+    return real if case.padded else None, masks[case.mask]
+
+
+def to(device: str, *tensors: Tensor | None) -> Any:
+    return tuple(None if tensor is None else tensor.to(device) for tensor in tensors)
+
+
 def compare(case: Case, device: str, types: PartTypes) -> None:
     with mock.patch.object(launch, "shared_memory", return_value=case.memory) if case.memory else nullcontext():
         _compare(case, device, types)
@@ -114,16 +131,7 @@ def _compare(case: Case, device: str, types: PartTypes) -> None:
         leaves["second query"] = randoms(case.queries, case.second, torch.float32)
         leaves["second key"] = randoms(case.keys, case.second, case.dtype)
         leaves["bias"] = torch.randn(groups, case.keys)
-    real = None
-    if case.padded:
-        real = torch.rand(groups, case.keys) < 0.7
-        real[1, : case.keys // 2] = False  # in causal rows nothing is allowed
-    mask = {
-        "": None,
-        "bool": torch.rand(1, case.queries, case.keys) < 0.8,
-        "column": torch.rand(groups, 1, case.keys) < 0.8,
-        "added": torch.randn(groups, case.queries, case.keys),
-    }[case.mask]
+    real, mask = limits_of(case)
 
     wide = {name: leaf.double().requires_grad_() for name, leaf in leaves.items()}
     second = (wide["second query"], wide["second key"], second_scale) if case.second else None
@@ -149,10 +157,7 @@ def _compare(case: Case, device: str, types: PartTypes) -> None:
         if case.second:
             given["bias"][~real] = torch.nan
     given = {name: leaf.to(device) for name, leaf in given.items()}
-    allowed = (
-        None if real is None else real.to(device),
-        None if mask is None else mask.to(device).expand(groups, case.queries, case.keys),
-    )
+    allowed = to(device, real, None if mask is None else mask.expand(groups, case.queries, case.keys))
     if case.shared:
         given["key"] = given["query"]
     second_rows = given.get("second query"), given.get("second key")
@@ -163,20 +168,17 @@ def _compare(case: Case, device: str, types: PartTypes) -> None:
         parts = parts_for_backward(parts) if again else parts
         return (rows, given.get("bias"), *allowed, parts, case.causal, scale, second_scale)
 
-    everything, values_only = (
-        launch.WantedGradients(True, True, True, case.coarse),
-        launch.WantedGradients(False, False, True),
-    )
+    everything = launch.WantedGradients(True, True, True, case.coarse)
+    values_only = launch.WantedGradients(False, False, True)
     out, log_total = launch.mix(*problem(everything, again=False), types=types)
     close(out, expected, 2e-6, "output")
     close(log_total.cpu()[~nothing], totals[~nothing], 1e-5, "total")
     assert (out.cpu()[nothing] == 0).all() and (log_total.cpu()[nothing] == -torch.inf).all()
     done = grad.to(device), out, log_total
-    total = None if grad_total is None else grad_total.to(device)
+    (total,) = to(device, grad_total)
     with uninitialised_memory_is_nan():
-        backward = launch.mix_backward(
-            *done, *problem(everything, again=True), wants=everything, grad_total=total, types=types
-        )
+        whole = problem(everything, again=True)
+        backward = launch.mix_backward(*done, *whole, wants=everything, grad_total=total, types=types)
     again = launch.mix_backward(*done, *problem(values_only, again=True), wants=values_only, types=types)
     assert again[2] is not None
     close(again[2], gradients["value"], 1e-4, "gradient of values alone")
@@ -201,28 +203,20 @@ def compare_softmax_mix(device: str, types: PartTypes, compiled: bool) -> None:
     wide = [rows.double().requires_grad_() for rows in (query, value)]
     expected = naive.mixing_weights(wide[0], wide[0], 0.015, True, real) @ wide[1]
     leaves = [rows.to(device).requires_grad_() for rows in (query, value)]
-    kernels = 0
-
-    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
-            nonlocal kernels
-            kernels += 1
-            return function(*arguments, **options, types=types)
-
-        return call
-
     with ExitStack() as patches:
         if device == "cpu":
             patches.enter_context(mock.patch.object(token_mixing, "_has_kernel", launch.supports))
             patches.enter_context(mock.patch.object(token_mixing, "on_device_of", return_value=nullcontext()))
-        for name in ("split_operands", "mix", "mix_backward"):
-            patches.enter_context(mock.patch.object(launch, name, counted(getattr(launch, name))))
+        launches = [
+            patches.enter_context(mock.patch.object(launch, name, side_effect=partial(getattr(launch, name), types=types)))
+            for name in ("split_operands", "mix", "mix_backward")
+        ]
         run: Any = torch.compile(token_mixing.softmax_mix, backend="aot_eager") if compiled else token_mixing.softmax_mix
         out = run(leaves[0], leaves[0], leaves[1], scale=0.015, causal=True, real=real.to(device))
         assert out.grad_fn is not None
         kept = [] if compiled else out.grad_fn.saved_tensors
         grads = torch.autograd.grad(1e4 * out.square().sum(), leaves)
-    assert kernels >= 4  # both splits, `mix` and `mix_backward`
+    assert sum(each.call_count for each in launches) >= 4  # both splits, `mix` and `mix_backward`
     assert sum(each is not None and each.dtype in (torch.float16, torch.bfloat16) for each in kept) == 0
     close(out, expected, 2e-6, "output")
     for got, exact in zip(grads, torch.autograd.grad(1e4 * expected.square().sum(), wide), strict=True):
@@ -233,16 +227,7 @@ def compare_entropy(heads: int, key_heads: int, case: Case, device: str, types: 
     torch.manual_seed(0)
     query = torch.randn(2, case.queries, heads, case.width).to(case.dtype).transpose(1, 2)
     key = torch.randn(2, key_heads, case.keys, case.width).to(case.dtype)
-    real = None
-    if case.padded:
-        real = torch.rand(2, case.keys) < 0.7
-        real[1, : case.keys // 2] = False
-    mask = {
-        "": None,
-        "bool": torch.rand(1, heads, case.queries, case.keys) < 0.8,
-        "column": torch.rand(2, 1, 1, case.keys) < 0.8,
-        "added": torch.randn(2, 1, case.queries, case.keys),
-    }[case.mask]
+    real, mask = limits_of(case, heads)
     shared = key.double().repeat_interleave(heads // key_heads, 1)
     everywhere = None if mask is None else mask.expand(2, heads, case.queries, case.keys).flatten(0, 1)
     realities = None if real is None else real.repeat_interleave(heads, 0)
@@ -250,12 +235,7 @@ def compare_entropy(heads: int, key_heads: int, case: Case, device: str, types: 
         query.double().flatten(0, 1), shared.flatten(0, 1), 0.7, case.causal, realities, everywhere
     )
     expected = torch.special.entr(weights).sum(-1).unflatten(0, (2, heads))
-    there = (
-        query.to(device),
-        key.to(device),
-        None if real is None else real.to(device),
-        None if mask is None else mask.to(device),
-    )
+    there: tuple[Any, Any, Any, Any] = to(device, query, key, real, mask)
     got = attention_triton.entropy(*there, case.causal, 0.7, types=types)
     close(got, expected, 5e-5, f"{case.dtype} entropy")
     assert (got.cpu()[weights.sum(-1).unflatten(0, (2, heads)) == 0] == 0).all()
@@ -280,9 +260,8 @@ def compare_norms(device: str, dtype: torch.dtype) -> None:
     value, across = torch.randn(70, 20).to(dtype), torch.randn(20, 150).to(dtype)
     for bias in (None, torch.randn(150).to(dtype)):
         said = 3 * value.double() @ across.double() + (0 if bias is None else bias.double())
-        got = attention_triton.projected_norms(
-            value.to(device), across.to(device), None if bias is None else bias.to(device), 3
-        )
+        there: tuple[Any, Any, Any] = to(device, value, across, bias)
+        got = attention_triton.projected_norms(*there, 3)
         close(got, said.square().sum(-1), 1e-6, "norm")
 
 

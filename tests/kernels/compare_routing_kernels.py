@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from holdfast.kernels.clusters import TILE
@@ -81,11 +80,8 @@ def clusters(
     first[first == 2] = 3  # a cluster without tokens
     real = torch.rand(count) < 0.7 if padded else None
     counted = torch.ones(count, dtype=torch.bool) if real is None else real
-    tokens, previous, grad = (
-        torch.randn(count, dim).to(dtype),
-        torch.randn(count, dim).to(dtype) + 1,
-        torch.randn(count, width),
-    )
+    tokens, previous = (torch.randn(count, dim).to(dtype) + shift for shift in (0, 1))
+    grad = torch.randn(count, width)
     weight, spreads = torch.randn(width, dim).to(weight_dtype), torch.rand(groups, dim)
     spreads[3] = 0
     there = None if real is None else from_a_mask(real.to(device))
@@ -117,11 +113,8 @@ def clusters(
     parts = fp32_linear_triton.Clusters(order, owners, bounds, scales)
     x, w = tokens.to(device), weight.to(device)
     g = fp32_linear_triton.split_gradient(grad.to(device), x, w)
-    close(
-        fp32_linear_triton.linear(x, w, *parts),
-        (tokens.double() * scaling) @ weight.double().t(),
-        2**-18 if weight_dtype == torch.bfloat16 and dim >= fp32_linear_triton.WIDE else 1e-6,
-    )
+    within = 2**-18 if weight_dtype == torch.bfloat16 and dim >= fp32_linear_triton.WIDE else 1e-6
+    close(fp32_linear_triton.linear(x, w, *parts), (tokens.double() * scaling) @ weight.double().t(), within)
     close(fp32_linear_triton.grad_tokens(g, x, w, parts), (grad.double() @ weight.double()) * scaling, WITHIN[dtype])
     exact = grad.double().t() @ (tokens.double() * scaling)
     close(fp32_linear_triton.grad_weight(g, x, w, parts), exact, WITHIN[weight_dtype])
@@ -142,10 +135,7 @@ def spreads(device: str, due: bool) -> None:
 
 def means(device: str, tokens: float, seen: bool, due: bool, empty: bool) -> None:
     """What is let into the entropies of heads and into a strip's width, as their parts have it."""
-    for part, name, is_sum in (
-        (AttentionPosterior(8, heads=5), "entropies", True),
-        (SmoothTopK(6, 2), "width", False),
-    ):
+    for part, name, is_sum in ((AttentionPosterior(8, heads=5), "entropies", True), (SmoothTopK(6, 2), "width", False)):
         state = part.get_buffer("entropy" if is_sum else "width")
         staged, count = part.get_buffer(f"staged_{name}"), part.get_buffer("staged_tokens")
         state.copy_(torch.rand(state.shape))
@@ -247,8 +237,7 @@ def graphs(device: str, experts: int, k: int, padded: bool) -> None:
     real = torch.rand(150) < 0.7
     chosen = torch.zeros(150, experts).scatter(1, top_reference(logits, k), 1.0)
     chosen = chosen * real[:, None] if padded else chosen
-    part = tl.bfloat16 if device == "cuda" else tl.float32
-    got = select_triton.count_pairs(logits.to(device), from_a_mask(real.to(device)) if padded else None, k, 64, part)
+    got = select_triton.count_pairs(logits.to(device), from_a_mask(real.to(device)) if padded else None, k, 64)
     same(got.sum(0), chosen.t() @ chosen)
 
 

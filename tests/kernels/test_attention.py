@@ -37,7 +37,7 @@ def test_norms_and_their_gradients_are_those_of_the_vectors(
 ) -> None:
     torch.manual_seed(0)
     if device == "cpu":  # where there is no kernel
-        monkeypatch.setattr(attention, "_projected_norms", attention._by_square)
+        monkeypatch.setattr(attention, "_projected_norms", attention.projected_norms)
     value, across, bias = (
         torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for shape in ((13, 5), (5, 17), (17,))
     )

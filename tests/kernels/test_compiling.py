@@ -8,70 +8,57 @@ import torch
 pytest.importorskip("triton")
 
 from holdfast.kernels.balance import triton as balance_triton
-from holdfast.kernels.dispatch import triton as dispatch_triton
 from holdfast.kernels.finite import triton as finite_triton
+from holdfast.kernels.grouped import triton as grouped_triton
 from holdfast.kernels.operators import Kernel
 
 B16, F32, I32, I64 = "*bf16", "*fp32", "*i32", "*i64"
-SORTED = {"slots": I64, "order": I64, "used": I32, "offsets": I32, "counts": I32, "totals": I32}
-ROUTED = {"chosen": I64, "layer": "*u8", "name": "*u8", "found": I32, "tiny": "fp32", "real": "*i1"}
-NUMBERS = ("size", "rows", "experts", "k", "tokens", "width", "blocks", "most", "slots")
+SORTED = {"slots": I64, "order": I64, "used": I32, "offsets": I32, "counts": I32, "totals": I32, "chosen": I64}
+PRODUCTS = {"weight": B16, "left": B16, "right": B16, "tile_expert": I64, "tile_row": I64, "gate_up": B16}
+ROUTED = {"layer": "*u8", "name": "*u8", "found": I32, "tiny": "fp32", "real": "*i1"}
+ALWAYS = {**SORTED, **PRODUCTS, **ROUTED, **dict.fromkeys(("weights", "bias", "dots", "scores", "sums", "slopes"), F32)}
+NUMBERS: tuple[str, ...] = ("size", "rows", "experts", "k", "tokens", "width", "blocks", "most", "slots", "inner", "height")
+NUMBERS += ("stride_expert", "stride_inner", "stride_width")
+TILES = {"TILE": 64, "DEPTH": 32}
+MOVED = {"K": 2, "SLOTS": 2, "FEW": True, "BLOCK": 128}
 
-# The kernel, the types of its tensors beyond SORTED and ROUTED, and its constants.
+# The kernel, the types of its tensors beyond ALWAYS, and its constants.
 KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
-    "balance": (balance_triton._loss, dict.fromkeys(("sums", "loss", "slopes"), F32), {"R": 64, "E": 16}),
-    "sums of balance": (
-        balance_triton._sums,
-        dict.fromkeys(("gates", "sums"), F32),
-        {"K": 2, "MASKED": True, "T": 16, "E": 16},
-    ),
+    "balance": (balance_triton._loss, {"loss": F32}, {"R": 64, "E": 16}),
+    "sums of balance": (balance_triton._sums, {"gates": F32}, {"K": 2, "MASKED": True, "T": 16, "E": 16}),
     "gradient of balance": (
         balance_triton._gradient,
-        dict.fromkeys(("grad", "gates", "slopes", "out"), F32),
+        dict.fromkeys(("grad", "gates", "out"), F32),
         {"MASKED": True, "T": 16, "E": 16},
     ),
-    "count": (dispatch_triton._count, {}, {"BINS": 16, "BLOCK": 64}),
-    "add up": (dispatch_triton._add_up, {}, {"SPAN": 64}),
-    "place after add up": (dispatch_triton._place, {"rows": I64}, {"SPAN": 0, "BINS": 16, "BLOCK": 64}),
-    "combine": (
-        dispatch_triton._combine,
-        {"rows": B16, "weights": F32, "out": B16, "bias": F32},
-        {"WEIGHTED": True, "K": 2, "SLOTS": 2, "FEW": True, "BLOCK": 128, "BINS": 16},
+    "finite": (finite_triton._check, {}, {"MASKED": True, "LETTERS": 128, "BLOCK": 1024}),
+    "count": (grouped_triton._count, {}, {"BINS": 16, "BLOCK": 64}),
+    "add up": (grouped_triton._add_up, {}, {"SPAN": 64}),
+    "place after add up": (grouped_triton._place, {"rows": I64}, {"SPAN": 0, "BINS": 16, "BLOCK": 64}),
+    "place": (grouped_triton._place, {"rows": I64}, {"SPAN": 4, "BINS": 16, "BLOCK": 64}),
+    "gather": (grouped_triton._gather, {"tokens": B16, "out": B16}, MOVED),
+    "combine": (grouped_triton._combine, {"rows": B16, "out": B16}, {"WEIGHTED": True, "BINS": 16, **MOVED}),
+    "sum rows": (grouped_triton._sum_rows, {"rows": B16, "out": F32}, {"WEIGHTED": True, "ROWS": 32, "COLUMNS": 64}),
+    "add bias": (grouped_triton._add_bias, {"rows": B16}, {"BINS": 16, "BLOCK": 128}),
+    "add bias dots": (grouped_triton._add_bias_dots, {"grad": B16}, {"BINS": 16, "BLOCK": 128}),
+    "glu": (grouped_triton._glu, {"out": B16}, {"NAME": "silu", "BLOCK": 128}),
+    "backward of rows": (
+        grouped_triton._rows_backward,
+        dict.fromkeys(("grad", "rows", "out"), B16),
+        {"NAME": "", "BLOCK": 128},
     ),
-    "sum rows": (
-        dispatch_triton._sum_rows,
-        {"rows": B16, "weights": F32, "out": F32},
-        {"WEIGHTED": True, "ROWS": 32, "COLUMNS": 64},
-    ),
-    "add bias dots": (
-        dispatch_triton._add_bias_dots,
-        {"grad": B16, "bias": F32, "dots": F32},
-        {"BINS": 16, "BLOCK": 128},
-    ),
-    "glu": (dispatch_triton._glu, {"gate_up": B16, "out": B16}, {"NAME": "silu", "BLOCK": 128}),
     "backward of glu": (
-        dispatch_triton._glu_backward,
-        {"grad": B16, "gate_up": B16, "weights": F32, "grad_gate_up": B16, "dots": F32},
+        grouped_triton._rows_backward,
+        dict.fromkeys(("grad", "rows", "out"), B16),
         {"NAME": "silu", "BLOCK": 128},
     ),
-    "finite": (finite_triton._check, {"scores": F32}, {"MASKED": True, "LETTERS": 128, "BLOCK": 1024}),
-    "place": (dispatch_triton._place, {"rows": I64}, {"SPAN": 4, "BINS": 16, "BLOCK": 64}),
-    "gather": (
-        dispatch_triton._gather,
-        {"tokens": B16, "out": B16},
-        {"K": 2, "SLOTS": 2, "FEW": True, "BLOCK": 128},
-    ),
-    "scale and dot": (
-        dispatch_triton._scale_and_dot,
-        {"grad": B16, "rows": B16, "weights": F32, "scaled": B16, "dots": F32},
-        {"BLOCK": 128},
-    ),
-    "add bias": (dispatch_triton._add_bias, {"rows": B16, "bias": F32}, {"BINS": 16, "BLOCK": 128}),
+    "product": (grouped_triton._mm, {"rows": B16, "out": B16}, TILES),
+    "outer product": (grouped_triton._outer, {"out": B16}, TILES),
 }
 
 
 def test_every_kernel_of_a_layer_is_compiled() -> None:
-    modules = balance_triton, dispatch_triton, finite_triton
+    modules = balance_triton, grouped_triton, finite_triton
     found = {value for module in modules for value in vars(module).values() if isinstance(value, Kernel)}
     assert found == {kernel for kernel, _, _ in KERNELS.values()}
 
@@ -86,8 +73,8 @@ def test_a_kernel_compiles(name: str, ones: bool) -> None:
     if torch.version.hip is not None:
         pytest.skip("compiles for Nvidia's GPUs")
     kernel, tensors, constants = KERNELS[name]
-    types = {**SORTED, **ROUTED, **tensors}
-    is_count = {"slots"} if kernel in (dispatch_triton._place, dispatch_triton._count) else set()  # elsewhere a tensor
+    types = {**ALWAYS, **tensors}
+    is_count = {"slots"} if kernel in (grouped_triton._place, grouped_triton._count) else set()  # elsewhere a tensor
     signature: dict[str, str] = {}
     fixed = dict(constants)
     for parameter in kernel.compiler.arg_names:

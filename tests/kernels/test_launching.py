@@ -50,10 +50,16 @@ def launch(kernel: Kernel, values: Tensor, size: int = 5, **constants: Any) -> N
     kernel[(3, 2)](values, values, size, 0.5, **{"WIDE": True, "BLOCK": 64, "num_warps": 4, **constants})
 
 
+def launched(compiles: bool = True) -> tuple[Compiler, Kernel]:
+    """Return the stand-in of a kernel and the kernel, which was launched once."""
+    compiler = Compiler(compiles)
+    kernel = Kernel(compiler)
+    launch(kernel, torch.zeros(8))
+    return compiler, kernel
+
+
 def test_the_second_launch_does_not_ask_triton() -> None:
-    kernel, values = Compiler(), torch.zeros(8)
-    fast: Any = Kernel(kernel)
-    launch(fast, values)
+    kernel, fast = launched()
     assert kernel.asked == 1 and kernel.launches == []
     other = torch.ones(8)
     launch(fast, other, 7)  # another tensor and another size of the same kind
@@ -76,9 +82,7 @@ OTHER_KINDS: dict[str, Any] = {
 
 @pytest.mark.parametrize("other", OTHER_KINDS)
 def test_arguments_of_another_kind_are_compiled_anew(other: str) -> None:
-    kernel = Compiler()
-    fast: Any = Kernel(kernel)
-    launch(fast, torch.zeros(8))
+    kernel, fast = launched()
     OTHER_KINDS[other](fast)
     assert kernel.asked == 2
     OTHER_KINDS[other](fast)
@@ -86,19 +90,14 @@ def test_arguments_of_another_kind_are_compiled_anew(other: str) -> None:
 
 
 def test_the_interpreter_is_asked_every_time() -> None:
-    kernel, values = Compiler(compiles=False), torch.zeros(8)
-    fast: Any = Kernel(kernel)
-    launch(fast, values)
-    launch(fast, values)
+    kernel, fast = launched(compiles=False)
+    launch(fast, torch.zeros(8))
     assert kernel.asked == 2
 
 
 def test_a_profiler_with_hooks_is_called_by_triton() -> None:
     knobs = pytest.importorskip("triton.knobs")
-    kernel, values = Compiler(), torch.zeros(8)
-    seen: list[Any] = []
-    fast: Any = Kernel(kernel)
-    launch(fast, values)
+    (kernel, fast), seen, values = launched(), list[Any](), torch.zeros(8)
     knobs.runtime.launch_exit_hook.add(seen.append)
     launch(fast, values)
     knobs.runtime.launch_exit_hook.remove(seen.append)

@@ -14,21 +14,29 @@ from holdfast.kernels.token_mixing import Levels, SecondProduct, blocks, naive, 
 QUERIES, KEYS = 13, 17
 
 
+@pytest.fixture(params=[1, 2**22], ids=["small blocks", "one block"])
+def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make blocks of queries hold this many scores, but at least five queries."""
+    monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", {"cpu": request.param})
+    monkeypatch.setattr(blocks, "FEWEST_ROWS", 5)
+
+
+def mask_of(kind: str, *shape: int) -> torch.Tensor | None:
+    """Return no mask, a bool one for all groups, or one of numbers; `shape` has no groups, of which there are two."""
+    return {"no mask": None, "bool mask": torch.rand(1, *shape) < 0.8, "bias": torch.randn(2, *shape)}[kind]
+
+
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("padded", [True, False], ids=["padded", "unpadded"])
 @pytest.mark.parametrize("kind", ["no mask", "bool mask", "bias"])
-@pytest.mark.parametrize("block", [1, 2**22], ids=["small blocks", "one block"])
 @pytest.mark.parametrize("twice", [True, False], ids=["two products", "one product"])
-def test_blocks_equal_the_explicit_matrix(
-    causal: bool, padded: bool, kind: str, block: int, twice: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", {"cpu": block})
-    monkeypatch.setattr(blocks, "FEWEST_ROWS", 5)
+@pytest.mark.usefixtures("block")
+def test_blocks_equal_the_explicit_matrix(causal: bool, padded: bool, kind: str, twice: bool) -> None:
     torch.manual_seed(0)
     query = torch.randn(2, QUERIES, 5, requires_grad=True)
     key, value = torch.randn(2, KEYS, 5, requires_grad=True), torch.randn(2, KEYS, 3, requires_grad=True)
     real = torch.rand(2, KEYS) < 0.7 if padded else None
-    mask = {"no mask": None, "bool mask": torch.rand(1, QUERIES, KEYS) < 0.8, "bias": torch.randn(2, QUERIES, KEYS)}[kind]
+    mask = mask_of(kind, QUERIES, KEYS)
     leaves = [query, key, value]
     second, bias = None, None
     if twice:
@@ -53,7 +61,7 @@ def test_one_query_without_gradients_equals_the_explicit_matrix(kind: str, size:
     size = 1.0 if compiled else size  # compiled, huge operands are not looked for
     query, key, value = size * torch.randn(2, 1, 5), size * torch.randn(2, KEYS, 5), torch.randn(2, KEYS, 3)
     real = (torch.rand(2, KEYS) < 0.7) & torch.tensor([[True], [False]])
-    mask = {"no mask": None, "bool mask": torch.rand(1, 1, KEYS) < 0.8, "bias": torch.randn(2, 1, KEYS)}[kind]
+    mask = mask_of(kind, 1, KEYS)
     second = SecondProduct(torch.randn(2, 1, 4), torch.randn(2, KEYS, 4), 0.3)
     levels, bias = Levels(torch.rand(2, 1) + 0.5, torch.rand(2, KEYS)), torch.randn(2, KEYS)
     limits: dict[str, Any] = {"real": real, "mask": mask, "bias": bias, "levels": levels}
@@ -76,12 +84,12 @@ def test_one_query_without_gradients_equals_the_explicit_matrix(kind: str, size:
 @pytest.mark.parametrize("levelled", [True, False], ids=["levels", "no levels"])
 @pytest.mark.parametrize("size", [1.0, 1e19], ids=["float32", "float64"])
 @pytest.mark.parametrize("twice", [True, False], ids=["second derivative", "first derivative"])
+@pytest.mark.parametrize("block", [1], indirect=True, ids=["small blocks"])
+@pytest.mark.usefixtures("block")
 def test_totals_and_levels_equal_those_of_the_explicit_matrix(
-    causal: bool, padded: bool, levelled: bool, size: float, twice: bool, monkeypatch: pytest.MonkeyPatch
+    causal: bool, padded: bool, levelled: bool, size: float, twice: bool
 ) -> None:
     """Outputs and gradients, of `out` and `log_total` together; some queries may attend to nothing."""
-    monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", {"cpu": 1})
-    monkeypatch.setattr(blocks, "FEWEST_ROWS", 5)
     torch.manual_seed(0)
     query, key = ((size * torch.randn(2, rows, 5)).requires_grad_() for rows in (QUERIES, KEYS))
     value = torch.randn(2, KEYS, 3, requires_grad=True)
@@ -117,19 +125,13 @@ def test_totals_and_levels_equal_those_of_the_explicit_matrix(
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("padded", [True, False], ids=["padded", "unpadded"])
 @pytest.mark.parametrize("kind", ["no mask", "bool mask", "bias"])
-@pytest.mark.parametrize("block", [1, 2**22], ids=["small blocks", "one block"])
-def test_entropies_equal_those_of_the_explicit_matrix(
-    causal: bool, padded: bool, kind: str, block: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("block")
+def test_entropies_equal_those_of_the_explicit_matrix(causal: bool, padded: bool, kind: str) -> None:
     """Four heads, two of which share keys."""
-    monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", {"cpu": block})
-    monkeypatch.setattr(blocks, "FEWEST_ROWS", 5)
     torch.manual_seed(0)
     query, key = torch.randn(2, 4, QUERIES, 5), torch.randn(2, 2, KEYS, 5)
     real = torch.rand(2, KEYS) < 0.7 if padded else None
-    mask = {"no mask": None, "bool mask": torch.rand(1, 1, QUERIES, KEYS) < 0.8, "bias": torch.randn(2, 4, QUERIES, KEYS)}[
-        kind
-    ]
+    mask = mask_of(kind, 4 if kind == "bias" else 1, QUERIES, KEYS)
     got = attention_entropy(query, key, scale=0.7, causal=causal, real=real, mask=mask)
     for head in range(4):
         own = None if mask is None else mask[:, head if mask.shape[1] > 1 else 0]

@@ -1,7 +1,10 @@
 """Models, batches and routes for the tests of replay, and a model that runs given experts in loops."""
 
+import base64
+import io
 from typing import Any
 
+import numpy as np
 import torch
 from tiny import tiny
 from torch import Tensor
@@ -87,3 +90,10 @@ def _looped_experts(experts: Any) -> Any:
         return torch.stack(out)
 
     return forward
+
+
+def as_npy(record: Any) -> str:
+    """Return a record as base64 of a .npy file."""
+    file = io.BytesIO()
+    np.save(file, record)
+    return base64.b64encode(file.getvalue()).decode()

@@ -9,30 +9,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from engines_on_ranks import engine, whole_tensor
 from foreign_routes import BATCH, random_routes
 from tiny import tiny
-from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
 
 CASES = [("DDP", "native"), ("DDP", "ac"), ("FSDP2", "smoe"), ("FSDP2", "native"), ("experts, DDP", "symphony+smooth")]
-
-
-def engine(name: str, model: Any, world: int) -> Any:
-    if world == 1:
-        return model
-    mesh = init_device_mesh("cpu", (world,))
-    if name.startswith("experts"):
-        holdfast.shard_experts(model, mesh)
-    if name.endswith("DDP"):
-        return DistributedDataParallel(model)
-    for module in (*model.model.layers, model):
-        fully_shard(module, mesh=mesh)
-    return model
 
 
 def train(name: str, router: str, rank: int, world: int) -> dict[str, Any]:
@@ -54,11 +37,7 @@ def train(name: str, router: str, rank: int, world: int) -> dict[str, Any]:
         if world > 1:
             dist.all_reduce(total)
         losses.append(float(total) / world)
-    return {"losses": losses, "weights": {key: _whole(value).detach() for key, value in model.named_parameters()}}
-
-
-def _whole(parameter: Any) -> Tensor:
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+    return {"losses": losses, "weights": {key: whole_tensor(value) for key, value in model.named_parameters()}}
 
 
 if __name__ == "__main__":

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from changed_models import trainer_of
 from foreign_routes import BATCH, IDS, MASK, assert_same_step, gradients, looped, own_routes, random_routes, step
 from router_names import IN_TEXT_MODELS
 from tiers import quick_or_slow
 from tiny import MOE_LAYERS, tiny
 from tiny_dense import tiny_dense
-from transformers import Trainer, TrainingArguments
 
 import holdfast
 from holdfast.hub.families import MOE_FAMILIES
@@ -247,21 +247,11 @@ def test_a_trainer_shuffles_and_splits_routes_with_their_tokens(tmp_path: Path) 
         seen.append(routing.chosen)
 
     data = [{"input_ids": ids[row], "labels": ids[row], "routed_experts": routes[row]} for row in range(rows)]
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path),
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        max_steps=2,
-        remove_unused_columns=False,
-        report_to=[],
-        use_cpu=True,
-        save_strategy="no",
-        learning_rate=0.0,
-    )
+    settings = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 2, "learning_rate": 0.0}
     given: list[Any] = []
     handle = model.model.embed_tokens.register_forward_pre_hook(lambda _, inputs: given.append(inputs[0]))
     with holdfast.trace(model, each=compare):
-        Trainer(model=model, args=arguments, train_dataset=data).train()
+        trainer_of(model, tmp_path, data, remove_unused_columns=False, **settings).train()
     handle.remove()
     assert len(given) == 4 and len(seen) == 12
     for batch, layers in zip(given, [seen[start : start + 3] for start in range(0, 12, 3)], strict=True):

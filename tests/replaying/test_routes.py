@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-import io
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from foreign_routes import IDS, MASK, own_routes, random_routes
+from foreign_routes import IDS, MASK, as_npy, own_routes, random_routes
 from safetensors.torch import save_file
 from tiny import tiny
 from tiny_dense import tiny_dense
@@ -21,7 +20,7 @@ import holdfast
 from holdfast import Routes
 from holdfast.replaying import RoutedModel
 
-OF = RoutedModel("deepseek_v3", places=(1, 2), all_layers=3, experts=(8, 8), k=(2, 2))
+OF = RoutedModel("deepseek_v3", places=[1, 2], all_layers=3, experts=[8, 8], k=[2, 2])
 LENGTHS = [6, 4]
 
 
@@ -33,12 +32,6 @@ def records(start: int = 0, drop: int = 1, layers: int = 2) -> list[Any]:
 
 def as_int32(record: Any) -> str:
     return base64.b64encode(record.astype("<i4").tobytes()).decode()
-
-
-def as_npy(record: Any) -> str:
-    file = io.BytesIO()
-    np.save(file, record)
-    return base64.b64encode(file.getvalue()).decode()
 
 
 def expected(places: list[list[tuple[int, int]]], shape: tuple[int, int], of: list[Any]) -> Tensor:
@@ -130,7 +123,7 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     "numbers of another model": (lambda given: [as_int32(given[0][:, :1]), given[1]], {}, "another model"),
     "no base64": (lambda given: ["?", given[1]], {}, "not base64"),
     "a broken npy": (lambda given: [base64.b64encode(b"\x93NUMPY").decode(), given[1]], {}, "neither int32"),
-    "a pickle": (lambda given: [as_npy_object(), given[1]], {}, "neither int32"),
+    "a pickle": (lambda given: [as_npy(np.array([{}], dtype=object)), given[1]], {}, "neither int32"),
     "fractions": (lambda given: [given[0] / 2, given[1]], {}, "float64"),
     "overlapping turns": (lambda given: [[(0, given[0][:2]), (1, given[0][:2])], given[1]], {}, "same tokens"),
     "no place": (lambda given: None, {"attention_mask": None}, "give one of"),
@@ -140,12 +133,6 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
         "give attention_mask",
     ),
 }
-
-
-def as_npy_object() -> str:
-    file = io.BytesIO()
-    np.save(file, np.array([{}], dtype=object), allow_pickle=True)
-    return base64.b64encode(file.getvalue()).decode()
 
 
 @pytest.mark.every_combination

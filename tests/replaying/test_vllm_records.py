@@ -6,14 +6,12 @@ two records    `prompt_routed_experts (prompt, L, K)` and `routed_experts (answe
                int16; -1 for tokens of a cached prefix (its page on routed experts replay, version 0.21)
 """
 
-import base64
-import io
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from foreign_routes import random_routes
+from foreign_routes import as_npy, random_routes
 from tiny import tiny
 
 import holdfast
@@ -22,12 +20,6 @@ PROMPT, ANSWER, LAYERS = 4, 3, 3
 TOKENS = PROMPT + ANSWER
 MASK = torch.tensor([[0] * 2 + [1] * TOKENS])  # padded on the left
 WHOLE = random_routes(LAYERS, shape=(1, TOKENS))[0].numpy().astype(np.int16)  # (tokens, layers, slots)
-
-
-def as_npy(record: Any) -> str:
-    file = io.BytesIO()
-    np.save(file, record)
-    return base64.b64encode(file.getvalue()).decode()
 
 
 def cached(prompt: Any) -> Any:

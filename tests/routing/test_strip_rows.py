@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import holdfast
 from holdfast import Context, Experts, MoE
-from holdfast.kernels.dispatch import dispatch
+from holdfast.kernels.grouped import dispatch
 from holdfast.layers import experts as experts_module
 from holdfast.routing import Scores, Selection, SmoothTopK
 

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -27,7 +28,6 @@ from holdfast.routing import (
     ScoreDeclarations,
     Scores,
     Selection,
-    Selector,
     SelectorDeclarations,
     TopK,
     Traits,
@@ -38,13 +38,15 @@ from holdfast.testing import CHECKS, check_router
 DIM, EXPERTS = 24, 7
 
 
-def with_score(score: Linear) -> Router:
-    return Router(score, TopK(DIM, EXPERTS, 2))
-
-
-def with_select(select: TopK) -> Router:
+def with_part(build: Callable[..., Any]) -> Router:
+    """Return a router with one part made by `build`, a class or a partial call of one; its other parts are plain."""
     torch.manual_seed(0)
-    return Router(Linear(DIM, EXPERTS), select)
+    kind: Any = getattr(build, "func", build)
+    if issubclass(kind, Informer):
+        return toy_parts.build(build())
+    if issubclass(kind, Linear):
+        return Router(build(DIM, EXPERTS), TopK(DIM, EXPERTS, 2))
+    return Router(Linear(DIM, EXPERTS), build(EXPERTS, 2) if kind in BALANCED else build(DIM, EXPERTS, 2))
 
 
 INFORMERS: dict[str, Callable[[], tuple[Informer, ...]]] = {
@@ -142,18 +144,14 @@ class FailsTwice(Linear):
     says = "trying to differentiate twice"
 
     def forward(self, tokens: Tensor, context: Context) -> Tensor:
-        return refuse_twice(super().forward(tokens, context), self.says)
+        logits = super().forward(tokens, context).square()
+        if logits.requires_grad:
+            logits.register_hook(lambda grad: refuse_second_derivatives(grad, self.says))
+        return logits
 
 
 class RefusesTwice(FailsTwice):
     says = "this score has no second derivatives"
-
-
-def refuse_twice(logits: Tensor, says: str) -> Tensor:
-    out = logits.square()
-    if out.requires_grad:
-        out.register_hook(lambda grad: refuse_second_derivatives(grad, says))
-    return out
 
 
 class ForgetsTheCache(toy_parts.RunningMean):
@@ -212,8 +210,8 @@ class Idle(Linear):
 
     coefficients = ("strength",)
 
-    def __init__(self) -> None:
-        super().__init__(DIM, EXPERTS)
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
         self.strength, self.unused = 0.0, torch.nn.Parameter(torch.zeros(3))
 
 
@@ -247,8 +245,8 @@ class HigherIndexFirst(TopK):
 class Claims(TopK):
     """Top-2 of the experts with other declarations."""
 
-    def __init__(self, **claims: Any) -> None:
-        super().__init__(DIM, EXPERTS, 2)
+    def __init__(self, *sizes: int, **claims: Any) -> None:
+        super().__init__(*sizes)
         self.claims = claims
 
     @property
@@ -333,135 +331,83 @@ class GathersSecretly(BaseAssignment):
         return replace(super().declares, cost=lambda sizes: Cost("selection"))
 
 
-def with_any(select: Selector) -> Router:
-    torch.manual_seed(0)
-    return Router(Linear(DIM, EXPERTS), select)
+class Denies(Linear):
+    """Has other traits than it declares."""
+
+    def __init__(self, *sizes: int, **traits: bool) -> None:
+        super().__init__(*sizes)
+        self.traits = Traits(**traits)
 
 
-def denies(**traits: bool) -> Router:
-    """A plain router that denies a trait it has."""
-    router = toy_parts.build()
-    router.score.traits = Traits(**traits)
-    return router
-
-
-BROKEN: dict[str, tuple[Callable[[], Router], str, str]] = {
-    "slots ascending": (lambda: with_select(Ascending(DIM, EXPERTS, 2)), "contract", "sorted"),
-    "returns a tuple": (
-        lambda: with_select(ReturnsATuple(DIM, EXPERTS, 2)),
-        "contract",
-        "ReturnsATuple must return a Selection, but it returned a tuple",
-    ),
-    "divides by a sum of 0": (lambda: with_select(DividesByZero(DIM, EXPERTS, 2)), "contract", "all gates 0"),
-    "fails on T = 0": (lambda: with_score(NotWhenEmpty(DIM, EXPERTS)), "empty batch", "amax"),
-    "swallows NaN": (lambda: with_score(SwallowsNaN(DIM, EXPERTS)), "bad input", "does not raise ValueError"),
-    # Not every CPU rounds at "medium".
-    "half precision": (
-        lambda: with_score(HalfPrecision(DIM, EXPERTS)),
-        "float32 routing",
-        "medium|bfloat16 model",
-    ),  # not every CPU rounds at "medium"
-    "unseeded": (lambda: with_score(Unseeded(DIM, EXPERTS)), "determinism", "seed"),
-    "higher index first": (lambda: with_select(HigherIndexFirst(DIM, EXPERTS, 2)), "ties", "lower index"),
-    "sees the future": (lambda: toy_parts.build(SeesTheFuture()), "causality", "declares the trait causal"),
-    "denies being causal": (lambda: denies(causal=False), "causality", "does not declare the trait causal"),
-    "sees the future in training": (
-        lambda: with_any(BalancesSecretly(EXPERTS, 2)),
-        "causality",
-        "declares the trait causal in training",
-    ),
-    "denies being causal in training": (
-        lambda: with_any(DeniesTraining(DIM, EXPERTS, 2)),
-        "causality",
-        "does not declare the trait causal in training",
-    ),
-    "sees the batch in training": (
-        lambda: with_any(BalancesSecretly(EXPERTS, 2)),
-        "batch invariance",
-        "declares the trait batch_invariant in training",
-    ),
-    "denies batch invariance in training": (
-        lambda: with_any(DeniesTraining(DIM, EXPERTS, 2)),
-        "batch invariance",
-        "does not declare the trait batch_invariant in training",
-    ),
-    "gathers without declaring it": (lambda: with_any(GathersSecretly(EXPERTS, 2)), "declared cost", "gathered"),
-    "claims equal loads": (lambda: with_any(Claims(equal_loads=True)), "no inert coefficient", "equal loads"),
+BALANCED = (BalancesSecretly, GathersSecretly)
+BROKEN: dict[str, tuple[Callable[..., Any], str, str]] = {
+    "slots ascending": (Ascending, "contract", "sorted"),
+    "returns a tuple": (ReturnsATuple, "contract", "ReturnsATuple must return a Selection, but it returned a tuple"),
+    "divides by a sum of 0": (DividesByZero, "contract", "all gates 0"),
+    "fails on T = 0": (NotWhenEmpty, "empty batch", "amax"),
+    "swallows NaN": (SwallowsNaN, "bad input", "does not raise ValueError"),
+    "half precision": (HalfPrecision, "float32 routing", "medium|bfloat16 model"),  # not every CPU rounds at "medium"
+    "unseeded": (Unseeded, "determinism", "seed"),
+    "higher index first": (HigherIndexFirst, "ties", "lower index"),
+    "sees the future": (SeesTheFuture, "causality", "declares the trait causal"),
+    "denies being causal": (partial(Denies, causal=False), "causality", "does not declare the trait causal"),
+    "sees the future in training": (BalancesSecretly, "causality", "declares the trait causal in training"),
+    "denies being causal in training": (DeniesTraining, "causality", "does not declare the trait causal in training"),
+    "sees the batch in training": (BalancesSecretly, "batch invariance", "declares the trait batch_invariant in training"),
+    "denies batch invariance in training": (DeniesTraining, "batch invariance", "not declare the trait batch_invariant in"),
+    "gathers without declaring it": (GathersSecretly, "declared cost", "gathered"),
+    "claims equal loads": (partial(Claims, equal_loads=True), "no inert coefficient", "equal loads"),
     "declares what it does not do": (
-        lambda: denies(sequence_aware=True),
+        partial(Denies, sequence_aware=True),
         "sequence awareness",
         "declares the trait sequence",
     ),
-    "does what it does not declare": (
-        lambda: toy_parts.build(Undeclared()),
-        "sequence awareness",
-        "does not declare the trait sequence",
+    "does what it does not declare": (Undeclared, "sequence awareness", "does not declare the trait sequence"),
+    "sees padding": (SeesPadding, "padding", "padding"),
+    "multiplies padding": (MultipliesPadding, "padding", "NaN in padding"),
+    "right once": (RightOnce, "second derivatives", "gradients"),
+    "fails twice": (FailsTwice, "second derivatives", "differentiate twice"),
+    "sees the batch": (SeesTheBatch, "batch invariance", "declares the trait batch_invariant"),
+    "denies batch invariance": (
+        partial(Denies, batch_invariant=False),
+        "batch invariance",
+        "does not declare the trait",
     ),
-    "sees padding": (lambda: toy_parts.build(SeesPadding()), "padding", "padding"),
-    "multiplies padding": (
-        lambda: toy_parts.build(MultipliesPadding()),
-        "padding",
-        "NaN in padding",
-    ),
-    "right once": (lambda: with_score(RightOnce(DIM, EXPERTS)), "second derivatives", "gradients"),
-    "fails twice": (lambda: with_score(FailsTwice(DIM, EXPERTS)), "second derivatives", "differentiate twice"),
-    "sees the batch": (lambda: toy_parts.build(SeesTheBatch()), "batch invariance", "declares the trait batch_invariant"),
-    "denies batch invariance": (lambda: denies(batch_invariant=False), "batch invariance", "does not declare the trait"),
-    "forgets the cache": (lambda: toy_parts.build(ForgetsTheCache()), "cached decoding", "declares the trait cacheable"),
-    "denies being cacheable": (lambda: denies(cacheable=False), "cached decoding", "does not declare the trait cacheable"),
-    "declares too little cost": (
-        lambda: toy_parts.build(CheapCache()),
-        "declared cost",
-        "is 1 bytes, but the counted cost is 32",
-    ),
-    "claims fixed sets": (
-        lambda: with_select(Claims(fixed_sets=True)),
-        "declared fixed sets",
-        "other tokens change them",
-    ),
-    "claims to ignore tokens": (
-        lambda: with_score(ClaimsToIgnoreTokens(DIM, EXPERTS)),
-        "declared fixed sets",
-        "other tokens change them",
-    ),
-    "denies fixed sets": (
-        lambda: with_score(Constant(DIM, EXPERTS)),
-        "declared fixed sets",
-        "other tokens change no set",
-    ),
+    "forgets the cache": (ForgetsTheCache, "cached decoding", "declares the trait cacheable"),
+    "denies being cacheable": (partial(Denies, cacheable=False), "cached decoding", "does not declare the trait cacheable"),
+    "declares too little cost": (CheapCache, "declared cost", "is 1 bytes, but the counted cost is 32"),
+    "claims fixed sets": (partial(Claims, fixed_sets=True), "declared fixed sets", "other tokens change them"),
+    "claims to ignore tokens": (ClaimsToIgnoreTokens, "declared fixed sets", "other tokens change them"),
+    "denies fixed sets": (Constant, "declared fixed sets", "other tokens change no set"),
     "declares too few slots": (
-        lambda: with_select(Claims(active=lambda sizes: ActiveExperts(1, 1, 1))),
+        partial(Claims, active=lambda sizes: ActiveExperts(1, 1, 1)),
         "declared number of experts",
         "1 slots",
     ),
-    "declares too few rows": (lambda: with_select(FewRows(DIM, EXPERTS, 2)), "declared number of experts", "101 rows"),
-    "holds too much": (lambda: with_select(HoldsTooMuch(DIM, EXPERTS, 2)), "held weights", "exactly the live weights"),
-    "holds constants": (lambda: with_select(HoldsConstants(DIM, EXPERTS, 2)), "held weights", "no gradient"),
-    "holds evenly": (lambda: with_select(HoldsEvenly(DIM, EXPERTS, 2)), "held weights", "change by"),
-    "replays too much": (lambda: with_select(ReplaysTooMuch(DIM, EXPERTS, 2)), "replay", "changes its weights"),
-    "certifies too much": (
-        lambda: with_select(ForgetsAnExpert(DIM, EXPERTS, 2)),
-        "declared certificate",
-        "within their certified radius",
-    ),
-    "does not save": (lambda: toy_parts.build(LearnsAtOnce(saved=False)), "save and load", "after loading"),
+    "declares too few rows": (FewRows, "declared number of experts", "101 rows"),
+    "holds too much": (HoldsTooMuch, "held weights", "exactly the live weights"),
+    "holds constants": (HoldsConstants, "held weights", "no gradient"),
+    "holds evenly": (HoldsEvenly, "held weights", "change by"),
+    "replays too much": (ReplaysTooMuch, "replay", "changes its weights"),
+    "certifies too much": (ForgetsAnExpert, "declared certificate", "within their certified radius"),
+    "does not save": (partial(LearnsAtOnce, saved=False), "save and load", "after loading"),
     "learns in evaluation": (
-        lambda: toy_parts.build(LearnsAtOnce(in_evaluation=True)),
+        partial(LearnsAtOnce, in_evaluation=True),
         "evaluation keeps state",
         "evaluation changed inform.0.seen",
     ),
-    "counts twice": (lambda: toy_parts.build(LearnsAtOnce()), "activation checkpointing", "recomputation"),
-    "idle parameter": (lambda: with_score(Idle()), "no inert parameter", "score.unused gets no gradient"),
-    "idle coefficient": (lambda: with_score(Idle()), "no inert coefficient", "'strength' changes no gradient"),
-    "breaks the graph": (lambda: with_score(Breaks(DIM, EXPERTS)), "compile", "data-dependent"),
+    "counts twice": (LearnsAtOnce, "activation checkpointing", "recomputation"),
+    "idle parameter": (Idle, "no inert parameter", "score.unused gets no gradient"),
+    "idle coefficient": (Idle, "no inert coefficient", "'strength' changes no gradient"),
+    "breaks the graph": (Breaks, "compile", "data-dependent"),
 }
 
 
 @pytest.mark.parametrize("fault", BROKEN)
 def test_a_broken_router_fails_its_check(fault: str) -> None:
-    build, check, says = BROKEN[fault]
+    part, check, says = BROKEN[fault]
     with pytest.raises(AssertionError, match=f"(?s)fails '{check}'.*{says}"):
-        check_router(build, only=[check])
+        check_router(partial(with_part, part), only=[check])
 
 
 def test_a_wrong_reference_fails_its_check() -> None:
@@ -488,7 +434,7 @@ def test_a_denied_trait_that_is_really_missing_passes(informer: type[Informer], 
 
 
 def test_second_derivatives_may_be_refused_in_words() -> None:
-    report = check_router(with_score(RefusesTwice(DIM, EXPERTS)), only=["second derivatives"])
+    report = check_router(with_part(RefusesTwice), only=["second derivatives"])
     assert report.notes == {"second derivatives": "refused: this score has no second derivatives"}
 
 

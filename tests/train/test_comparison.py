@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,8 @@ def test_a_comparison_gives_the_same_numbers_every_time(tiny: Callable[..., Reci
     first = Comparison(recipe, parse_routers("smoe,symphony+smooth"), 2, tmp_path / "a").run()
     second = Comparison(recipe, parse_routers("smoe,symphony+smooth"), 2, tmp_path / "b").run()
     assert as_text(first) == as_text(second)
-    assert [(result["router"], result["seed"]) for result in first] == [
-        ("smoe", 0),
-        ("symphony+smooth", 0),
-        ("smoe", 1),
-        ("symphony+smooth", 1),
-    ]
+    expected = [(router, seed) for seed in (0, 1) for router in ("smoe", "symphony+smooth")]
+    assert [(result["router"], result["seed"]) for result in first] == expected
 
 
 def test_every_test_token_is_scored_once_and_all_routers_see_the_same_batches(
@@ -59,20 +56,26 @@ def test_every_test_token_is_scored_once_and_all_routers_see_the_same_batches(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["text", "images"])
 def test_a_router_of_strength_zero_reproduces_the_baselines_curve_exactly(
-    tiny: Callable[..., Recipe], tmp_path: Path
+    kind: str, tiny: Callable[..., Recipe], digits: Callable[..., Recipe], tmp_path: Path
 ) -> None:
-    plain = [RouterChoice("smoe", "smoe")]
-    silent = [
+    routers = [
+        RouterChoice("smoe", "smoe"),
         RouterChoice("similarity, silent", "similarity", {"strength": 0.0}),
         RouterChoice("attention, silent", "attention", {"strength": 0.0}),
         RouterChoice("ac, skipped", "ac", {"skip": 9}),
         RouterChoice("smooth, no budget", "smooth", {"budget": 0.0}),
+        RouterChoice("similarity", "similarity"),
     ]
-    results = Comparison(tiny({"training.steps": 4}), plain + silent, 1, tmp_path / "run").run()
-    for result in results[1:]:
-        assert result["log"] == results[0]["log"], result["router"]
-        assert result["clean"]["nll"] == results[0]["clean"]["nll"]
+    few = {"training.steps": 4}
+    recipe = tiny(few) if kind == "text" else digits({**few, "attack.examples": 4, "attack.steps": 1})
+    plain, *others, loud = Comparison(recipe, routers, 1, tmp_path / "run").run()
+    for result in others:
+        assert result["log"] == plain["log"], result["router"]
+        assert result["clean"]["figure"] == plain["clean"]["figure"]
+    assert loud["log"] != plain["log"]
+    assert len({(result["first_batch"], result["last_batch"]) for result in (plain, *others, loud)}) == 1
 
 
 def test_an_attack_at_rate_zero_changes_nothing(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
@@ -186,11 +189,8 @@ def test_wrong_folders_and_routers_raise_a_one_line_error(tiny: Callable[..., Re
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "note.txt").write_text("mine")
     (tmp_path / "empty.txt").write_text("")
-    mistakes = [
-        (
-            lambda: Comparison(tiny({"training.steps": 13}), parse_routers("smoe"), 1, folder),
-            "another run",
-        ),
+    mistakes: list[tuple[Callable[[], object], str]] = [
+        (lambda: Comparison(tiny({"training.steps": 13}), parse_routers("smoe"), 1, folder), "another run"),
         (lambda: Comparison(tiny(), parse_routers("smoe"), 1, tmp_path / "full"), "full"),
         (lambda: Comparison(tiny(), parse_routers("smoe,smoe"), 1, tmp_path / "x"), "once"),
         (lambda: Comparison(tiny(), [], 1, tmp_path / "x"), "none"),
@@ -198,15 +198,10 @@ def test_wrong_folders_and_routers_raise_a_one_line_error(tiny: Callable[..., Re
         (lambda: Comparison(tiny(), [RouterChoice("smoe", "smoe", k=3)], 1, folder).run(), "other options"),
         (lambda: Comparison(tiny(), [RouterChoice("smoth", "smoth")], 1, tmp_path / "x").run(), "smooth"),
         (lambda: Comparison(tiny(), parse_routers("smoe"), 1, tmp_path / "x").run(jobs=0), "jobs is 0"),
-        (
-            lambda: Comparison(tiny({"data.source": str(tmp_path / "empty.txt")}), parse_routers("smoe"), 1, tmp_path / "x"),
-            "empty",
-        ),
-        (
-            lambda: Comparison(tiny({"data.source": str(tmp_path / "none.txt")}), parse_routers("smoe"), 1, tmp_path / "x"),
-            "none.txt",
-        ),
     ]
+    for name in ("empty.txt", "none.txt"):
+        wrong = tiny({"data.source": str(tmp_path / name)})
+        mistakes.append((partial(Comparison, wrong, parse_routers("smoe"), 1, tmp_path / "x"), name))
     for mistake, sentence in mistakes:
         with pytest.raises(ValueError, match=sentence) as caught:
             mistake()

@@ -103,14 +103,8 @@ def in_state(checkpoint: Path, old: str, new: str) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "a flipped bit in the weights": (
-        lambda path: flip_a_bit(path / "model.safetensors"),
-        "model.safetensors is not the file",
-    ),
-    "a flipped bit in the optimizer": (
-        lambda path: flip_a_bit(path / "optimizer.tensors"),
-        "optimizer.tensors is not the file",
-    ),
+    "a flipped bit in the weights": (lambda path: flip_a_bit(path / "model.safetensors"), "model.safetensors is not the"),
+    "a flipped bit in the optimizer": (lambda path: flip_a_bit(path / "optimizer.tensors"), "optimizer.tensors is not the"),
     "no optimizer": (lambda path: (path / "optimizer.tensors").unlink(), "optimizer.tensors is missing"),
     "no random state": (lambda path: (path / "random.tensors").unlink(), "random.tensors is missing"),
     "half a state": (lambda path: cut(path / "training.json"), "training.json is not the file"),
@@ -119,7 +113,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "half a manifest": (lambda path: cut(path / "checkpoint.json"), "was not written completely"),
     "a file too many": (lambda path: (path / "pytorch_model.bin").write_text(""), "pytorch_model.bin does not belong to it"),
     "a best that is not there": (another_best, "the best checkpoint, checkpoint-3, has no readable"),
-    "a step that is no whole number": (
+    "a step that is not whole": (
         lambda path: in_state(path, '"global_step": 4', '"global_step": 4.0'),
         "another step",
     ),

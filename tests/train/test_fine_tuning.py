@@ -216,28 +216,7 @@ def test_the_losses_of_a_recipe(tiny: Callable[..., Recipe]) -> None:
         ({"losses.balance": 0.0}, {**usual, "balance": 0.0}),
     ):
         model = build_model(make_task(tiny(changes)), "smoe", {}, seed=0)
-        assert all(spec.losses == expected for spec in specs_of(model).values())
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"losses.zeta": 1}, "losses.zeta: unknown key 'zeta': expected one of balance"),
-        ({"losses.z": -1}, "losses.z is -1, not a number of at least 0"),
-        ({"training.epochs": 2, "training.steps": 5}, "give one of training.steps and training.epochs; .* both"),
-        ({"training.steps": None}, "give one of .* neither"),
-        ({"training.epochs": 0}, "training.epochs is 0, not a number above 0"),
-        ({"training.floor": 0.1}, "training.floor is for the schedules"),
-        ({"training.schedule": "cosin"}, "training.schedule"),
-        ({"training.label_smoothing": 1}, "training.label_smoothing is 1, not a number of at least 0 and below 1"),
-        ({"training.validate_every": 0}, "training.validate_every is 0"),
-        ({"data.train_tokens": 0}, "data.train_tokens is 0"),
-    ],
-)
-def test_mistakes_are_one_sentence(changes: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence) as caught:
-        load_recipe("tiny", changes)
-    assert "\n" not in str(caught.value)
+        assert all(vars(spec.losses) == expected for spec in specs_of(model).values())
 
 
 @pytest.mark.parametrize(

@@ -206,27 +206,5 @@ def test_the_named_attack_may_be_one_of_those_that_every_recipe_runs(digits: Cal
     assert result["attacked"]["figure"] == result["trials"]["SPSA"]["figure"] and result["attacked"]["examples"] == 6
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"attack.budgets": [2]}, r"attack\.budgets.*a number between 0 and 1"),
-        ({"attack.budgets": ["one"]}, r"attack\.budgets"),
-        ({"attack.budgets": 0.1}, r"attack\.budgets"),
-        ({"attack.severities": [6]}, r"attack\.severities.*from 1 to 5"),
-        ({"attack.severities": []}, r"attack\.severities"),
-        ({"attack.severities": [5, 5]}, "only once"),
-        ({"attack.restarts": 0}, r"attack\.restarts"),
-    ],
-)
-def test_wrong_values_are_refused(changes: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        load_recipe("vmoe-tiny", changes)
-
-
-def test_budgets_of_texts_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"attack\.budgets is for images"):
-        load_recipe("tiny", {"attack.budgets": [0.1]})
-
-
 def test_a_budget_may_be_a_fraction() -> None:
     assert load_recipe("vmoe-tiny", {"attack.budget": "1/255"}).attack.budget == 1 / 255

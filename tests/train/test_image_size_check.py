@@ -61,11 +61,7 @@ def test_images_that_are_scaled_up_are_warned_about_before_training(
     small_images: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "holdfast")
-    for size, expected in (
-        (96, ["INFO", "WARNING"]),
-        (78, ["INFO"]),
-        (40, ["INFO"]),
-    ):
+    for size, expected in ((96, ["INFO", "WARNING"]), (78, ["INFO"]), (40, ["INFO"])):
         caplog.clear()
         task = make_task(load_recipe("vmoe-tiny", {"data.source": small_images, "data.size": size}))
         preflight(task, parse_routers("smoe,ac"))
@@ -127,10 +123,7 @@ def test_the_size_is_not_reported_again_for_the_baseline_of_equal_compute(
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        (
-            {"data.size": 39},
-            "cannot be divided into patches of 2, .* one of 1, 3, 13, 39, or data.size to",
-        ),
+        ({"data.size": 39}, "cannot be divided into patches of 2, .* one of 1, 3, 13, 39, or data.size to"),
         ({"data.size": 40, "model.config.patch_size": 41}, "smaller than a patch of 41; .* or data.size to more"),
     ],
 )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from holdfast.attacks import AttackedInputs
 from holdfast.hub import trace
-from holdfast.train import Comparison, Recipe, RouterChoice, build_model, load_trained, make_task, parse_routers
+from holdfast.train import Comparison, Recipe, build_model, load_trained, make_task, parse_routers
 from holdfast.train.image_attacks import _attacked
 from holdfast.train.image_task import ImageTask, evenly_spaced
 
@@ -134,27 +134,6 @@ def test_the_view_has_a_grid_of_experts_for_each_image(run: Path, results: list[
             with torch.no_grad(), trace(trained.model.eval()) as routes:
                 trained.model(pixel_values=pixels * 2 - 1)
             assert shown["experts"] == [routing.experts[1:, 0].tolist() for routing in routes]  # row by row
-
-
-@pytest.mark.slow  # test_comparison.py has it for text
-def test_a_router_of_strength_0_reproduces_the_baselines_curve_on_images(
-    digits: Callable[..., Recipe], tmp_path: Path
-) -> None:
-    silent = [
-        RouterChoice("similarity, silent", "similarity", {"strength": 0.0}),
-        RouterChoice("attention, silent", "attention", {"strength": 0.0}),
-        RouterChoice("ac, skipped", "ac", {"skip": 9}),
-        RouterChoice("smooth, no budget", "smooth", {"budget": 0.0}),
-        RouterChoice("similarity", "similarity"),
-    ]
-    few = digits({"attack.examples": 4, "attack.steps": 1, "training.steps": 4})
-    plain, *others, loud = Comparison(few, [RouterChoice("smoe", "smoe"), *silent], 1, tmp_path / "run").run()
-    for result in others:
-        assert result["log"] == plain["log"], result["router"]
-        assert result["clean"]["figure"] == plain["clean"]["figure"]
-    assert loud["log"] != plain["log"]
-    assert len({(result["first_batch"], result["last_batch"]) for result in (plain, *others, loud)}) == 1
-    assert plain["first_batch"] != plain["last_batch"]
 
 
 def test_evenly_spaced_images_are_of_every_class() -> None:

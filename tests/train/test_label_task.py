@@ -245,12 +245,6 @@ def test_f1_is_for_two_classes(tmp_path: Path) -> None:
     assert task_of(source, **{"data.metric": "macro_f1"}).metric == "macro_f1"
 
 
-def test_columns_of_labels_are_refused_in_other_tasks() -> None:
-    for field in ("pair", "label", "metric"):
-        with pytest.raises(ValueError, match=rf"data\.{field} is for labelled texts \(task: labels\)"):
-            load_recipe("tiny", {f"data.{field}": "a"})
-
-
 def test_a_labelled_table_is_refused_by_a_language_model_unless_its_texts_are_named(reviews: Path) -> None:
     small = {"data.source": str(reviews), "data.length": 8}
     with pytest.raises(ValueError, match=r"`task: labels`.*data\.text=text"):

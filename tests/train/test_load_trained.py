@@ -70,10 +70,7 @@ DAMAGED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a typo": (lambda stored: {**stored, "recipe": {**stored["recipe"], "taks": "text"}}, "'task'"),
     "no tokeniser": (lambda stored: {"recipe": stored["recipe"]}, "damaged.*tokeniser"),
     "half a tokeniser": (lambda stored: {**stored, "tokenizer": {"kind": "words"}}, "damaged.*tokeniser"),
-    "no words": (
-        lambda stored: {**stored, "tokenizer": {"kind": "words", "words": 3}},
-        "damaged.*tokeniser",
-    ),
+    "no words": (lambda stored: {**stored, "tokenizer": {"kind": "words", "words": 3}}, "damaged.*tokeniser"),
     "a text for a tokeniser": (lambda stored: {**stored, "tokenizer": "words"}, "damaged.*tokeniser"),
     "a strange tokeniser": (lambda stored: {**stored, "tokenizer": {"kind": "wrds"}}, "'words'"),
 }

@@ -60,34 +60,61 @@ def test_values_are_changed_by_their_path() -> None:
         recipe.about = "changed in place"  # type: ignore[misc]
 
 
-def test_mistakes_raise_a_one_line_error(tmp_path: Path) -> None:
-    (tmp_path / "broken.yaml").write_text("about: [")
-    (tmp_path / "empty.yaml").write_text("")
-    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
-    mistakes = [
-        (lambda: load_recipe("tinny"), "tiny"),
-        (lambda: load_recipe("tiny", {"training.stpes": 3}), "steps"),
-        (lambda: load_recipe("tiny", {"traning.steps": 3}), "training"),
-        (lambda: load_recipe("tiny", {"training.steps": 0}), "training.steps is 0"),
-        (lambda: load_recipe("tiny", {"training.steps": True}), "training.steps"),
-        (lambda: load_recipe("tiny", {"training.clip": float("inf")}), "training.clip"),
-        (lambda: load_recipe("tiny", {"attack.rate": 2}), "between 0 and 1"),
-        (lambda: load_recipe("tiny", {"data.source": " "}), "data.source has an empty name"),
-        (lambda: load_recipe("tiny", {"sparse": 3}), "sparse"),
-        (lambda: load_recipe("tiny", {"training.precision": "fp8"}), "precision"),
-        (
-            lambda: load_recipe("tiny", {"task": "pictures"}),
-            "task is .pictures., not .text. or .labels. or .images. or .domains.",
-        ),
-        (lambda: load_recipe("tiny", {"about.x": 1}), "about"),
-        (lambda: load_recipe(str(tmp_path / "none.yaml")), "none.yaml"),
-        (lambda: load_recipe(str(tmp_path / "broken.yaml")), "YAML"),
-        (lambda: load_recipe(str(tmp_path / "empty.yaml")), "empty.yaml"),
-        (lambda: load_recipe(str(tmp_path / "binary.yaml")), "binary.yaml"),
-    ]
-    for mistake, sentence in mistakes:
+MISTAKES: dict[str, list[tuple[dict[str, object], str]]] = {  # by recipe: changes, and what the error says
+    "tinny": [({}, "tiny")],
+    "none.yaml": [({}, "none.yaml")],
+    "broken.yaml": [({}, "YAML")],
+    "empty.yaml": [({}, "empty.yaml")],
+    "binary.yaml": [({}, "binary.yaml")],
+    "tiny": [
+        ({"training.stpes": 3}, "steps"),
+        ({"traning.steps": 3}, "training"),
+        ({"training.steps": 0}, "training.steps is 0"),
+        ({"training.steps": True}, "training.steps"),
+        ({"training.clip": float("inf")}, "training.clip"),
+        ({"attack.rate": 2}, "between 0 and 1"),
+        ({"data.source": " "}, "data.source has an empty name"),
+        ({"sparse": 3}, "sparse"),
+        ({"training.precision": "fp8"}, "precision"),
+        ({"task": "pictures"}, "task is .pictures., not .text. or .labels. or .images. or .domains."),
+        ({"about.x": 1}, "about"),
+        ({"losses.zeta": 1}, "losses.zeta: unknown key 'zeta': expected one of balance"),
+        ({"losses.z": -1}, "losses.z is -1, not a number of at least 0"),
+        ({"training.epochs": 2, "training.steps": 5}, "give one of training.steps and training.epochs; .* both"),
+        ({"training.steps": None}, "give one of .* neither"),
+        ({"training.epochs": 0}, "training.epochs is 0, not a number above 0"),
+        ({"training.floor": 0.1}, "training.floor is for the schedules"),
+        ({"training.schedule": "cosin"}, "training.schedule"),
+        ({"training.label_smoothing": 1}, "training.label_smoothing is 1, not a number of at least 0 and below 1"),
+        ({"training.validate_every": 0}, "training.validate_every is 0"),
+        ({"data.train_tokens": 0}, "data.train_tokens is 0"),
+        ({"attack.budgets": [0.1]}, "attack.budgets is for images"),
+        ({"data.pair": "a"}, "data.pair is for labelled texts"),
+        ({"data.label": "a"}, "data.label is for labelled texts"),
+        ({"data.metric": "a"}, "data.metric is for labelled texts"),
+    ],
+    "labels-tiny": [({f"data.{key}": 5}, f"data.{key} is for language models") for key in ("train_tokens", "test_bytes")],
+    "vmoe-tiny": [
+        ({"attack.budgets": [2]}, "attack.budgets.*a number between 0 and 1"),
+        ({"attack.budgets": ["one"]}, "attack.budgets"),
+        ({"attack.budgets": 0.1}, "attack.budgets"),
+        ({"attack.severities": [6]}, "attack.severities.*from 1 to 5"),
+        ({"attack.severities": []}, "attack.severities"),
+        ({"attack.severities": [5, 5]}, "only once"),
+        ({"attack.restarts": 0}, "attack.restarts"),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_raise_a_one_line_error(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("broken.yaml").write_text("about: [")
+    Path("empty.yaml").write_text("")
+    Path("binary.yaml").write_bytes(b"\xff\xfe\x00")
+    for changes, sentence in MISTAKES[name]:
         with pytest.raises(ValueError, match=sentence) as caught:
-            mistake()
+            load_recipe(name, changes)
         assert "\n" not in str(caught.value)
 
 

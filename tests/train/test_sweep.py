@@ -25,18 +25,9 @@ def test_settings_are_every_combination_with_the_values_of_the_recipe(tiny: Tiny
     swept = parse_sweep(["sparse.k=1,2", "training.learning_rate=1e-3,1"])
     assert swept == {"sparse.k": [1, 2], "training.learning_rate": ["1e-3", 1]}  # YAML reads 1e-3 as a string
     settings = settings_of(tiny(), swept)
-    assert [setting.label for setting in settings] == [
-        "sparse.k=1, training.learning_rate=0.001",
-        "sparse.k=1, training.learning_rate=1.0",
-        "sparse.k=2, training.learning_rate=0.001",
-        "sparse.k=2, training.learning_rate=1.0",
-    ]
-    assert [(one.recipe.sparse.k, one.recipe.training.learning_rate) for one in settings] == [
-        (1, 0.001),
-        (1, 1.0),
-        (2, 0.001),
-        (2, 1.0),
-    ]
+    expected = [(k, rate) for k in (1, 2) for rate in (0.001, 1.0)]
+    assert [one.label for one in settings] == [f"sparse.k={k}, training.learning_rate={rate}" for k, rate in expected]
+    assert [(one.recipe.sparse.k, one.recipe.training.learning_rate) for one in settings] == expected
     lists = settings_of(tiny(), parse_sweep(["sparse.layers=[0],[0,1],last:1"]))
     assert [one.values["sparse.layers"] for one in lists] == [[0], [0, 1], "last:1"]
 
@@ -207,13 +198,8 @@ def test_results_are_sorted_by_setting_and_keep_their_order(tmp_path: Path) -> N
     assert found == [(k, router, seed) for k in (2, 1) for router in ("smoe", "ac") for seed in (0, 1)]
     rows = [{"router": "ac", "settings": {"sparse.k": 1}}, {"router": "smoe", "settings": {"sparse.k": 1}}]
     (tmp_path / "results.json").write_text(json.dumps({"rows": rows}))
-    again = merge_results(tmp_path, results)
-    assert [(one["settings"]["sparse.k"], one["router"]) for one in again[::2]] == [
-        (1, "ac"),
-        (1, "smoe"),
-        (2, "ac"),
-        (2, "smoe"),
-    ]
+    again = [(one["settings"]["sparse.k"], one["router"]) for one in merge_results(tmp_path, results)[::2]]
+    assert again == [(k, router) for k in (1, 2) for router in ("ac", "smoe")]
 
 
 def test_the_command_prints_one_table_and_writes_one_page(

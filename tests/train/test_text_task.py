@@ -203,10 +203,7 @@ def test_a_text_that_fills_no_block_raises_and_creates_no_folder(
 ) -> None:
     mistakes: list[tuple[dict[str, Any], str]] = [
         ({"data.length": 99_999}, "99999"),
-        (
-            {"data.length": 2_500, "training.keep": "best", "training.batch": 1},
-            "held-out text",
-        ),
+        ({"data.length": 2_500, "training.keep": "best", "training.batch": 1}, "held-out text"),
         ({"data.test_bytes": 1}, "test_bytes is 1"),
     ]
     for changes, sentence in mistakes:

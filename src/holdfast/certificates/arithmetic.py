@@ -79,15 +79,12 @@ class Arithmetic:
 
     def underflow(self, terms: int) -> float:
         """Return the total error from numbers that underflow in the types."""
-        return terms * _smallest(self.accumulate) + _smallest(self.dtype)
+        limits = torch.finfo(self.accumulate), torch.finfo(self.dtype)
+        # The spacing of subnormal numbers; kernels may flush those of float32 and bfloat16, below 2^-126, to 0.
+        summed, stored = (max(each.smallest_normal * each.eps, 2.0**-126) for each in limits)
+        return terms * summed + stored
 
 
 def representable(values: torch.Tensor, dtype: torch.dtype) -> bool:
     """Return whether `dtype` represents every value exactly."""
     return bool((values.to(dtype).to(values.dtype) == values).all())
-
-
-def _smallest(dtype: torch.dtype) -> float:
-    limits = torch.finfo(dtype)
-    # The spacing of subnormal numbers; kernels may flush those of float32 and bfloat16, below 2^-126, to 0.
-    return max(limits.smallest_normal * limits.eps, 2.0**-126)

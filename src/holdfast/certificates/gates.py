@@ -175,23 +175,20 @@ class SigmoidGates(RadiusProblem):
     def radii(self, errors: Tensor | None) -> Tensor:
         margins = self.margins
         if errors is not None:
-            margins = margins - _both(self.conditions.sums(with_threshold(self._key_errors(errors))))
+            u, graph = unit(torch.float32), self.graph[:-1]
+            of_gates = STEEPEST * errors + (SIGMOID_ROUNDINGS + len(graph)) * u
+            of_keys = with_threshold(of_gates @ graph.t() + 4 * u * (1 + self.bias.abs()))
+            margins = margins - torch.add(*self.conditions.sums(of_keys))
         steepest = with_threshold(STEEPEST * self.values.slopes @ self.graph[:-1].t())
-        simple = margins / (_both(self.conditions.sums(steepest)) * ABOVE).clamp_min(TINY)
+        simple = margins / (torch.add(*self.conditions.sums(steepest)) * ABOVE).clamp_min(TINY)
 
         def tight(which: Tensor) -> Tensor:
             ahead, behind = self.conditions.sides(which)
-            coefficients = self.graph[ahead].sum(2) - self.graph[behind].sum(2)  # (T,R,E)
-            if not self.informed:  # then most coefficients are 0
-                return self._tight_radii(coefficients, margins.gather(1, which), torch.cat([ahead, behind], dim=-1))
-            return self._tight_radii(coefficients, margins.gather(1, which), None)
+            coefficients = self.graph[ahead].sum(2) - self.graph[behind].sum(2)  # (T,R,E); without a graph, most are 0
+            members = None if self.informed else torch.cat([ahead, behind], dim=-1)
+            return self._tight_radii(coefficients, margins.gather(1, which), members)
 
         return tighten_smallest(simple, self.conditions, tight)
-
-    def _key_errors(self, errors: Tensor) -> Tensor:
-        graph, u = self.graph[:-1], unit(torch.float32)
-        gates = STEEPEST * errors + (SIGMOID_ROUNDINGS + len(graph)) * u
-        return gates @ graph.t() + 4 * u * (1 + self.bias.abs())
 
     def _tight_radii(self, coefficients: Tensor, margins: Tensor, members: Tensor | None) -> Tensor:
         """Return radii (T,R) for `coefficients (T,R,E)`. If `members (T,R,n)` are given, all others have coefficient 0."""
@@ -217,10 +214,6 @@ class SigmoidGates(RadiusProblem):
         never = (coefficients * (gates - (coefficients < 0).to(gates))).sum(-1) < margins
         upper = (4 * taylor).maximum(8 * room / (STEEPEST * (weights * slopes).sum(-1)).clamp_min(TINY))
         return taylor.maximum(bisect_largest(is_satisfied, upper)).where(~never, torch.inf).where(margins > 0, 0.0)
-
-
-def _both(sides: tuple[Tensor, Tensor]) -> Tensor:
-    return sides[0] + sides[1]
 
 
 @final
@@ -281,8 +274,6 @@ class MixedGates(RadiusProblem):
                 drift = drift + self.mixing.strength * torch.tanh(change(radius, errors is not None) / 2)
             return drift < shares
 
-        return Nearest(bisect_largest(is_satisfied, self._farthest(), steps=60).where(shares < torch.inf, torch.inf), which)
-
-    def _farthest(self) -> Tensor:
         longest = self._over_sequence(self.scoring.planes.points.norm(dim=-1))
-        return LARGEST_RADIUS * (longest + 1)
+        radius = bisect_largest(is_satisfied, LARGEST_RADIUS * (longest + 1), steps=60)
+        return Nearest(radius.where(shares < torch.inf, torch.inf), which)

@@ -12,7 +12,7 @@ T tokens, E experts, M conditions per token
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Literal, NamedTuple, final
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from holdfast.certificates.score_geometry import Scoring
 from holdfast.routing.bounds import ABOVE, unit
 from holdfast.routing.declarations import Conditions
 
-SortedBy = Literal["logits", "softmax", "sigmoid"]
 SOFTMAX_ROUNDINGS = 224  # of exp(l - max) / sum: u |l - max| <= 104 u twice, and a few; E more for the sum
 LOWEST = 80.0  # logits this far below the largest have a float32 gate of 0
 AT_A_TIME = 4  # conditions of a token that are tightened together
@@ -124,12 +123,13 @@ def with_threshold(values: Tensor, threshold: float = 0.0) -> Tensor:
 class PlaneDistances(RadiusProblem):
     """Conditions on logits.
 
-    sorted_by  what the router sorts. Gates have the order of the logits in real numbers, but rounding may make them equal
+    sorted_by  what the router sorts: "logits", or "softmax" or "sigmoid", its gates. Gates have the order of the logits in
+               real numbers, but rounding may make them equal
     """
 
     exact = True
 
-    def __init__(self, scoring: Scoring, conditions: Conditions, sorted_by: SortedBy = "logits") -> None:
+    def __init__(self, scoring: Scoring, conditions: Conditions, sorted_by: str = "logits") -> None:
         ahead, behind = conditions.sums(with_threshold(scoring.planes.logits, conditions.threshold))
         super().__init__(scoring, conditions, ahead - behind)
         self.sorted_by = sorted_by
@@ -142,9 +142,8 @@ class PlaneDistances(RadiusProblem):
         errors = self.scoring.plane_errors(arithmetic, reach)
         if self.sorted_by == "softmax":
             errors = errors + (SOFTMAX_ROUNDINGS + planes.experts) * unit(torch.float32)
-        if (
-            self.sorted_by == "sigmoid"
-        ):  # its slope is at least exp(-|l|) / 4, by which a rounding error of the gate is divided
+        if self.sorted_by == "sigmoid":
+            # Its slope is at least exp(-|l|) / 4, by which a rounding error of the gate is divided.
             errors = errors + 64 * unit(torch.float32) * (planes.logits.abs() + reach.unsqueeze(1) * planes.slopes).exp()
         return errors
 

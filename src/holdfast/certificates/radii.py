@@ -15,6 +15,8 @@ The error that comes from rounding tokens and weights is computed exactly, becau
 errors are bounded. Everything after the logits is float32, as in Holdfast's routers and in the Hugging Face families.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -30,6 +32,7 @@ from holdfast.routing.declarations import NoCertificate
 # If no perturbation flips a token in real numbers, its radius in other arithmetic is at most this number times (norm of the
 # token + 1): the rounding errors grow with the radius.
 LARGEST_RADIUS = 2.0**10
+FIELDS = ("radius", "distance", "lengths", "margin", "pair")  # of `Certificates`, computed for a slice of tokens at a time
 
 
 @torch.no_grad()
@@ -62,9 +65,8 @@ def certify(
     if isinstance(subject, Router) and subject.select.layer_kind != "moe":
         raise NoCertificate(f"with {type(subject.select).__name__} every token uses every expert: no set can be certified.")
     score_arithmetic = None if arithmetic is None else Arithmetic.of(arithmetic, rounding=rounding)
-    checked, real = _check_tokens(subject, tokens, context)
     try:
-        return _certify_all(_describe(subject, checked, context, norm), tokens, real, norm, score_arithmetic)
+        return _certify_all(_describe(subject, tokens, context, norm), tokens.shape[:-1], norm, score_arithmetic)
     except NoCertificate as reason:
         if smoothing is not None and isinstance(subject, Router):
             return certify_vote(MajorityVote(subject, smoothing, context=context), tokens, norm)
@@ -90,11 +92,10 @@ def undecided(
     wrong for a few tokens in 10^9, if errors are independent. Padding is never undecided.
     """
     arithmetic = Arithmetic.of(dtype, accumulate, rounding)
-    checked, real = _check_tokens(subject, tokens, context)
-    problems = _describe(subject, checked, context, "l2").problems()
-    found = [problem.nearest(problem.errors_at_tokens(arithmetic)).radius <= 0 for _, problem in problems]
-    flat = torch.cat(found) if found else torch.zeros(0, dtype=torch.bool, device=tokens.device)
-    return (flat & real.flatten()).view(tokens.shape[:-1])
+    described = _describe(subject, tokens, context, "l2")
+    radii = [problem.nearest(problem.errors_at_tokens(arithmetic)).radius for _, problem in described.problems()]
+    radii.append(torch.zeros(0, dtype=torch.float64, device=tokens.device))  # there may be no tokens
+    return ((torch.cat(radii) <= 0) & described.real.flatten()).view(tokens.shape[:-1])
 
 
 @torch.no_grad()
@@ -109,18 +110,11 @@ def rounding_errors(
 ) -> Tensor:
     """Return (T,E) float64: a bound for the error of each expert's logit when scores are computed in `dtype`."""
     arithmetic = Arithmetic.of(dtype, accumulate, rounding)
-    checked, _ = _check_tokens(subject, tokens, context)
-    return _describe(subject, checked, context, "l2").scoring.value_errors_at_tokens(arithmetic)
+    return _describe(subject, tokens, context, "l2").scoring.value_errors_at_tokens(arithmetic)
 
 
 def _describe(subject: Router | Gate, tokens: Tensor, context: Context | None, norm: Norm) -> CertifiedRouter:
-    if isinstance(subject, Router):
-        return describe_router(subject, tokens, context or Context(), norm)
-    return describe_gate(subject, tokens, norm)
-
-
-def _check_tokens(subject: Router | Gate, tokens: Tensor, context: Context | None) -> tuple[Tensor, Tensor]:
-    """Return tokens (B,N,d) with zeros for padding, and (B,N) bool: which are real. Raise ValueError for wrong arguments."""
+    """Describe the subject at `tokens (B,N,d)` or `(T,d)`; raise ValueError for wrong arguments."""
     if not isinstance(subject, Router | Gate):
         raise ValueError(
             f"{type(subject).__name__} is neither a Router nor a Gate; wrap any other callable in a MajorityVote."
@@ -138,45 +132,48 @@ def _check_tokens(subject: Router | Gate, tokens: Tensor, context: Context | Non
         raise ValueError("context= works only with a Router; a Gate reads only its token.")
     if context is not None and context.cache is not None:
         raise ValueError("the context has a cache of earlier tokens; certify whole sequences without a cache.")
-    tokens = tokens.detach().unsqueeze(0) if tokens.dim() == 2 else tokens.detach()
-    real = (context or Context()).real_tokens(tokens)
+    tokens, context = tokens.detach().unsqueeze(0) if tokens.dim() == 2 else tokens.detach(), context or Context()
+    real = context.real_tokens(tokens)
     tokens = tokens.where(real.unsqueeze(-1), 0.0)
     if not tokens.isfinite().all():
         bad = int((~tokens.isfinite()).any(-1).sum())
         raise ValueError(f"{bad} of {real.numel()} tokens contain NaN or infinite numbers and cannot be certified.")
-    return tokens, real
+    if isinstance(subject, Router):
+        return describe_router(subject, tokens, context, norm)
+    return describe_gate(subject, tokens, norm)
 
 
-def _certify_all(
-    subject: CertifiedRouter, tokens: Tensor, real: Tensor, norm: Norm, arithmetic: Arithmetic | None
-) -> Certificates:
-    """Certify the tokens of `subject`; `arithmetic=None` means real numbers."""
+def _certify_all(subject: CertifiedRouter, shape: torch.Size, norm: Norm, arithmetic: Arithmetic | None) -> Certificates:
+    """Certify the tokens of `subject`, which have this shape; `arithmetic=None` means real numbers."""
     results: list[dict[str, Tensor]] = []
-    exact = True
+    kind: Kind = "exact"
     for rows, problem in subject.problems():
         results.append(_certify_rows(problem, norm, arithmetic))
-        exact = problem.exact
         if subject.chosen is not None and arithmetic is not None:
-            _require_declared_sets(
-                results[-1]["radius"], problem.conditions.chosen, subject.chosen[rows], subject.core is not None
-            )
-    shape, flat = tokens.shape[:-1], real.flatten()
-    found = {name: torch.cat([one[name] for one in results]) for name in results[0]} if results else _empty_result(tokens)
-    for name in found.keys() - {"pair", "lengths", "margin"}:
-        found[name] = found[name].where(flat, 0.0)
-    found = {name: values.view(*shape, *values.shape[1:]) for name, values in found.items()}
-    kind: Kind = "exact" if exact else "lower bound"
+            declared, selected = problem.conditions.chosen, subject.chosen[rows]
+            differs = declared != selected if subject.core is None else declared & ~selected
+            wrong = int((differs.any(1) & (results[-1]["radius"] > 0)).sum())
+            if wrong:
+                raise ValueError(
+                    f"{wrong} tokens selected other experts than the router's parts declare, beyond rounding error; "
+                    "a router with wrong declarations cannot be certified."
+                )
+        kind = "exact" if problem.exact else "lower bound"
+    if not results:  # there are no tokens
+        empty = torch.zeros(0, dtype=torch.float64, device=subject.real.device)
+        results = [dict.fromkeys(FIELDS, empty) | {"pair": empty.new_zeros(0, 2, dtype=torch.int64)}]
+    values = {name: torch.cat([result[name] for result in results]) for name in results[0]}
+    for name in values.keys() - {"pair", "lengths", "margin"}:
+        values[name] = values[name].where(subject.real.flatten(), 0.0)
+    values = {name: rows.view(*shape, *rows.shape[1:]) for name, rows in values.items()}
+    fields: dict[str, Any] = {name: values.pop(name) for name in FIELDS}
     return Certificates(
-        radius=found.pop("radius"),
-        distance=found.pop("distance"),
-        lengths=found.pop("lengths"),
-        margin=found.pop("margin"),
-        pair=found.pop("pair"),
-        real=real.view(shape),
+        **fields,
+        real=subject.real.view(shape),
         kind=kind,
         norm=norm,
         about=subject.about,
-        bounds=found,
+        bounds=values,
         arithmetic="real numbers" if arithmetic is None else str(arithmetic),
     )
 
@@ -201,26 +198,9 @@ def _certify_rows(problem: RadiusProblem, norm: Norm, arithmetic: Arithmetic | N
     else:
         margin, pair = torch.full_like(radius, torch.inf), which.new_zeros(len(radius), 2)
     no_pair = torch.full_like(pair, problem.scoring.planes.experts)
-    found = {"radius": radius, "distance": distance, "lengths": token_lengths, "margin": margin}
-    return found | {"pair": pair.where(constrained.unsqueeze(1), no_pair)} | problem.bounds()
+    fields = radius, distance, token_lengths, margin, pair.where(constrained.unsqueeze(1), no_pair)
+    return dict(zip(FIELDS, fields, strict=True)) | problem.bounds()
 
 
 def _non_negative(radius: Tensor) -> Tensor:
     return radius.nan_to_num(nan=0.0, posinf=torch.inf).clamp_min(0)
-
-
-def _require_declared_sets(radius: Tensor, chosen: Tensor, routed: Tensor, core: bool) -> None:
-    """Raise ValueError if the sets that the router selected, `routed (T,E)`, are not the declared ones, `chosen (T,E)`."""
-    wrong = (chosen & ~routed if core else chosen != routed).any(1) & (radius > 0)
-    if wrong.any():
-        raise ValueError(
-            f"{int(wrong.sum())} tokens selected other experts than the router's parts declare, beyond rounding error; "
-            "a router with wrong declarations cannot be certified."
-        )
-
-
-def _empty_result(tokens: Tensor) -> dict[str, Tensor]:
-    """Return what `_certify_rows` returns if there are no tokens."""
-    empty = torch.zeros(0, dtype=torch.float64, device=tokens.device)
-    found = dict.fromkeys(("radius", "distance", "lengths", "margin"), empty)
-    return found | {"pair": torch.zeros(0, 2, dtype=torch.int64, device=tokens.device)}

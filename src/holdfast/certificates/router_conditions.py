@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from holdfast.certificates.gates import MixedGates, SigmoidGates, SoftmaxGates
-from holdfast.certificates.planes import AT_A_TIME, PlaneDistances, RadiusProblem, ReluGates, SortedBy
+from holdfast.certificates.planes import AT_A_TIME, PlaneDistances, RadiusProblem, ReluGates, with_threshold
 from holdfast.certificates.score_geometry import LinearScoring, Scoring, score_geometry
 from holdfast.kernels.select import top
 from holdfast.routing import Context, Router, Scores
@@ -28,7 +28,6 @@ from holdfast.routing.declarations import (
 from holdfast.routing.rules import Rule
 
 MOST_ELEMENTS = 2**22  # of the largest tensor; more tokens are processed in several steps
-SORTED_GATES: dict[str, SortedBy] = {"softmax": "softmax", "sigmoid": "sigmoid"}
 
 
 @final
@@ -112,7 +111,11 @@ class CertifiedRouter:
 
     def _problem(self, rows: slice) -> RadiusProblem:
         if self.mixing is not None:
-            return self._mixed_gates(self.mixing)
+            assert self.gates is not None
+            keys = self.gates.double()
+            conditions = self._require_simple(self._declared_conditions(Scores.from_gates(keys.unsqueeze(0))))
+            keys, graph = with_threshold(keys, conditions.threshold), self._graph_with_threshold(conditions)
+            return MixedGates(self.scoring, conditions, keys, graph, self.mixing, self.real)
         scoring = self.scoring.rows(rows)
         conditions = self._conditions_at(scoring)
         if conditions.compares == "logits":
@@ -175,11 +178,9 @@ class CertifiedRouter:
                 raise self._refusal(
                     f"it may compare the logits of {scoring.name} only with 0, not with {conditions.threshold:g}"
                 )
-        if not self.sorts_gates:
-            return PlaneDistances(scoring, conditions)
-        if self.gate.name not in SORTED_GATES:
+        if self.sorts_gates and self.gate.name not in ("softmax", "sigmoid"):
             raise self._refusal(f"the gate function {self.gate.name!r} has no known bound")
-        return PlaneDistances(scoring, conditions, SORTED_GATES[self.gate.name])
+        return PlaneDistances(scoring, conditions, self.gate.name if self.sorts_gates else "logits")
 
     def _sigmoid_gates(self, scoring: Scoring, conditions: Conditions) -> RadiusProblem:
         self._require_known_shift(scoring)
@@ -200,13 +201,6 @@ class CertifiedRouter:
             raise self._refusal("ReLU gates may only be compared with 0, each on its own")
         return ReluGates(scoring, conditions, self._graph_with_threshold(conditions)[:-1])
 
-    def _mixed_gates(self, mixing: Mixing) -> RadiusProblem:
-        assert self.gates is not None
-        keys = self.gates.double()
-        conditions = self._require_simple(self._declared_conditions(Scores.from_gates(keys.unsqueeze(0))))
-        keys = torch.cat([keys, torch.full_like(keys[:, :1], conditions.threshold)], dim=1)
-        return MixedGates(self.scoring, conditions, keys, self._graph_with_threshold(conditions), mixing, self.real)
-
     def _graph_with_threshold(self, conditions: Conditions) -> Tensor:
         """Return A (E+1,E) of keys = gates A^T; the last row is the threshold."""
         weight = self.scoring.planes.weight
@@ -222,9 +216,12 @@ def _has_threshold(conditions: Conditions) -> bool:
 
 def describe_router(router: Router, tokens: Tensor, context: Context, norm: Norm) -> CertifiedRouter:
     """Describe a Router at tokens (B,N,d); raise NoCertificate if one of its parts does not declare what is needed."""
-    if router.fixed_sets:
-        return _describe_fixed_sets(router, tokens, context, norm)
     name, declared = type(router.score).__name__, router.score.declares.order
+    if router.fixed_sets:  # they do not depend on the tokens: there is no condition, and the radius is infinite
+        router(tokens, context)  # raises ValueError if the context lacks what the router reads
+        scoring = score_geometry(name, Order(tokens.new_zeros(router.experts, tokens.shape[-1])), tokens, norm)
+        real, by = context.real_tokens(tokens), type(router.select).__name__
+        return CertifiedRouter(scoring, lambda scores: keep_always(scores.key), by, SOFTMAX, real)
     order = None if declared is None else declared(tokens, context)
     if order is None:
         raise NoCertificate(f"no certificate is known for {name}: it declares no order")
@@ -259,43 +256,20 @@ def describe_router(router: Router, tokens: Tensor, context: Context, norm: Norm
     )
 
 
-def _describe_fixed_sets(router: Router, tokens: Tensor, context: Context, norm: Norm) -> CertifiedRouter:
-    """Describe a router whose sets do not depend on the tokens: there is no condition, and the radius is infinite."""
-    router(tokens, context)  # raises ValueError if the context lacks what the router reads
-    no_keys = Order(tokens.new_zeros(router.experts, tokens.shape[-1]))
-    scoring = score_geometry(type(router.score).__name__, no_keys, tokens, norm)
-    return CertifiedRouter(scoring, _always, type(router.select).__name__, SOFTMAX, context.real_tokens(tokens))
-
-
 def describe_gate(gate: Gate, tokens: Tensor, norm: Norm) -> CertifiedRouter:
     """Describe a native gate at tokens (B,N,d)."""
     scoring = score_geometry("the gate", Order(gate.weight, gate.bias, values=Values()), tokens, norm)
     real = torch.ones(tokens.shape[:-1], dtype=torch.bool, device=tokens.device)
     if gate.rule is None:
-        declared = partial(_best_logits, gate.k)
-        return CertifiedRouter(scoring, declared, "the gate", SOFTMAX, real, sorts_gates=True)
+        best_logits = lambda scores: keep_best(scores.logits, gate.k, "logits")  # noqa: E731
+        return CertifiedRouter(scoring, best_logits, "the gate", SOFTMAX, real, sorts_gates=True)
     logits = scoring.values.logits
     chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, top(native_keys(gate.rule, logits), gate.k), True)
-    return CertifiedRouter(
-        scoring,
-        partial(gate.rule.conditions, k=gate.k),
-        gate.rule.name,
-        gate.rule.gate,
-        real,
-        sorts_gates=True,
-        chosen=chosen,
-    )
+    conditions = partial(gate.rule.conditions, k=gate.k)
+    return CertifiedRouter(scoring, conditions, gate.rule.name, gate.rule.gate, real, sorts_gates=True, chosen=chosen)
 
 
 def native_keys(rule: Rule, logits: Tensor) -> Tensor:
     """Return what a native gate with this rule sorts, in float32, at logits (T,E)."""
     logits = logits.float().unsqueeze(0)
     return rule.ranks(Scores(logits, rule.gate(logits), informed=False, raw=logits)).squeeze(0)
-
-
-def _always(scores: Scores) -> Conditions:
-    return keep_always(scores.key)
-
-
-def _best_logits(k: int, scores: Scores) -> Conditions:
-    return keep_best(scores.logits, k, "logits")

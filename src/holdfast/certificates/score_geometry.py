@@ -38,10 +38,7 @@ class FeatureScales:
     def distinct(self) -> tuple[Tensor, Tensor]:
         """Return the distinct m (U,n), and the index (T,) of each token's: tokens of one cluster share the same m."""
         mixtures, index = self.mixture.unique(dim=0, return_inverse=True)
-        return self._factors(mixtures), index
-
-    def _factors(self, mixture: Tensor) -> Tensor:
-        return mixture @ self.table + (1 - mixture.sum(1, keepdim=True))
+        return mixtures @ self.table + (1 - mixtures.sum(1, keepdim=True)), index
 
     def rows(self, rows: slice) -> "FeatureScales":
         return replace(self, mixture=self.mixture[rows])
@@ -228,7 +225,7 @@ class Scoring(ABC):
     def terms(self) -> int:
         """Return the number of terms of the product, roundings of m and of the bias included."""
         scales = self.planes.scales
-        return self.matrix.shape[1] + (0 if scales is None else scales.table.shape[0] + 8)
+        return self.matrix.shape[1] + bool(self.planes.bias.any()) + (0 if scales is None else scales.table.shape[0] + 8)
 
     def _inputs(self, arithmetic: Arithmetic) -> int:
         """Return how many of tokens and weights are rounded to the dtype of the arithmetic; perturbed tokens are as well."""
@@ -260,10 +257,6 @@ class LinearScoring(Scoring):
 
     def point_distance(self, distance: Tensor) -> Tensor:
         return distance
-
-    @property
-    def terms(self) -> int:
-        return super().terms + bool(self.planes.bias.any())
 
     @property
     def added(self) -> Tensor:
@@ -305,10 +298,6 @@ class CosineScoring(Scoring):
     cosines: Cosines
 
     @property
-    def temperature(self) -> float:
-        return self.cosines.temperature
-
-    @property
     def projected(self) -> Tensor:
         return (self.planes.points * self.planes.factors) @ self.matrix.t()
 
@@ -317,7 +306,7 @@ class CosineScoring(Scoring):
         self.require_values()
         projected = self.projected
         points = projected / projected.norm(dim=-1, keepdim=True).clamp_min(self.cosines.shortest)
-        weight = self.units / self.temperature
+        weight = self.units / self.cosines.temperature
         return Affine(points, weight, torch.zeros_like(weight[:, 0]), "l2")
 
     def _lengths(self) -> tuple[Tensor, Tensor]:
@@ -353,7 +342,7 @@ class CosineScoring(Scoring):
         of_length = self._products(arithmetic) * (sizes.norm(dim=-1) + reach * growth.norm(dim=-1)) / shortest
         of_length = of_length + arithmetic.output * (length + reach * speed) / shortest
         of_products = self.plane_errors(arithmetic, reach) / shortest.unsqueeze(1)
-        return (of_products + (of_length + self.roundings * unit(torch.float32)).unsqueeze(1)) / self.temperature
+        return (of_products + (of_length + self.roundings * unit(torch.float32)).unsqueeze(1)) / self.cosines.temperature
 
     def plane_errors_at_tokens(self, arithmetic: Arithmetic) -> Tensor:
         return self.product_errors(arithmetic) @ self.units.abs().t()
@@ -363,7 +352,7 @@ class CosineScoring(Scoring):
         errors = self.product_errors(arithmetic)
         turned = self.plane_errors_at_tokens(arithmetic) + errors.norm(dim=-1, keepdim=True)
         left = (length - errors.norm(dim=-1, keepdim=True)).clamp_min(torch.finfo(torch.float64).tiny)
-        return (turned / left + self.roundings * unit(torch.float32)) / self.temperature
+        return (turned / left + self.roundings * unit(torch.float32)) / self.cosines.temperature
 
     def _products(self, arithmetic: Arithmetic) -> float:
         after = (1 + unit(torch.float32)) ** self.roundings
@@ -372,17 +361,22 @@ class CosineScoring(Scoring):
 
 def score_geometry(name: str, order: Order, tokens: Tensor, norm: Norm) -> Scoring:
     """Return the geometry that a score declares, at `tokens (..., d)`, in float64."""
-    rows = tokens.reshape(-1, tokens.shape[-1])
-    matrix = order.matrix.detach().to(rows.device).double()
-    if order.block is not None:
-        return _blocks_geometry(name, order, order.block, rows, norm)
+    points = tokens.reshape(-1, tokens.shape[-1]).double()
+    matrix = order.matrix.detach().to(points)
     inputs = sum(given.dtype == torch.float64 for given in (tokens, order.matrix))
     weight = matrix if order.combine is None else order.combine.detach().to(matrix) @ matrix
     bias = torch.zeros_like(weight[:, 0]) if order.bias is None else order.bias.detach().to(weight)
     scales = None
-    if order.scales is not None:
+    if order.block is not None:
+        # A point has its token in the columns of its block and zeros elsewhere. The factors are 1 in these columns and 0 in
+        # all others, so that only perturbations within the block count.
+        width = points.shape[1]
+        member = torch.nn.functional.one_hot(order.block.reshape(-1).to(points.device), matrix.shape[1] // width).double()
+        points = (member.unsqueeze(-1) * points.unsqueeze(1)).flatten(1)
+        scales = FeatureScales(member, torch.eye(member.shape[1]).to(points).repeat_interleave(width, dim=1))
+    elif order.scales is not None:
         scales = FeatureScales(order.scales.mixture.detach().double(), order.scales.table.detach().double())
-    planes = Affine(rows.double(), weight, bias, norm, scales)
+    planes = Affine(points, weight, bias, norm, scales)
     cosines = None if order.values is None else order.values.cosines
     common = (name, planes, matrix, inputs, order.values is not None, order.shifted, order.rounding)
     if order.combine is None and cosines is None:
@@ -393,20 +387,3 @@ def score_geometry(name: str, order: Order, tokens: Tensor, norm: Norm) -> Scori
         )
     only_order = Cosines(temperature=1.0, shortest=0.0)
     return CosineScoring(*common, order.combine.detach().to(matrix), order.roundings, cosines or only_order)
-
-
-def _blocks_geometry(name: str, order: Order, block: Tensor, rows: Tensor, norm: Norm) -> LinearScoring:
-    """Return the geometry of a score with a matrix for each block of tokens (modality), side by side in `order.matrix`.
-
-    A point has its token in the columns of its block and zeros elsewhere. The factors are 1 in these columns and 0 in all
-    others, so that only perturbations within the block count.
-    """
-    blocks, width = order.matrix.shape[1] // rows.shape[1], rows.shape[1]
-    member = torch.nn.functional.one_hot(block.reshape(-1).to(rows.device), blocks).double()
-    points = (member.unsqueeze(-1) * rows.double().unsqueeze(1)).flatten(1)
-    table = torch.eye(blocks, dtype=torch.float64, device=rows.device).repeat_interleave(width, dim=1)
-    inputs = sum(given.dtype == torch.float64 for given in (rows, order.matrix))
-    weight = order.matrix.detach().to(points)
-    bias = torch.zeros_like(weight[:, 0]) if order.bias is None else order.bias.detach().to(weight)
-    planes = Affine(points, weight, bias, norm, FeatureScales(member, table))
-    return LinearScoring(name, planes, weight, inputs, order.values is not None, order.shifted, order.rounding)

@@ -97,11 +97,15 @@ class MajorityVote:
 
     def draws(self, tokens: Tensor, count: int, skip: int = 0) -> Iterator[Routing]:
         """Yield the routings of `count` noisy copies of the tokens; `skip` selects another stream of noise."""
-        rows = tokens.reshape(-1, tokens.shape[-1])
-        noise = Noise(self.smoothing, rows, skip)
+        rows, smoothing = tokens.reshape(-1, tokens.shape[-1]), self.smoothing
+        sources = []  # a generator for each token, so that its noise does not depend on the others
+        for number in range(len(rows)):
+            name = f"{smoothing.seed} {smoothing.first + number} {skip}"
+            digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+            sources.append(torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1))
         for start in range(0, count, BLOCK):
-            block = next(noise)
-            for sample in block[: count - start]:
+            block = torch.stack([torch.randn(BLOCK, rows.shape[1], generator=source) for source in sources], dim=1)
+            for sample in block[: count - start].to(rows.device) * smoothing.sigma:
                 yield self.route((rows.float() + sample).to(tokens.dtype).view(tokens.shape))
 
     def coordinates(self, tokens: Tensor) -> int:
@@ -115,25 +119,6 @@ class MajorityVote:
         if not joint:
             return tokens.shape[-1]
         return tokens[0].numel() if tokens.dim() == 3 else tokens.numel()
-
-
-class Noise:
-    """Blocks (BLOCK,T,d) of Gaussian noise, with a separate generator for each token."""
-
-    def __init__(self, smoothing: Smoothing, rows: Tensor, skip: int) -> None:
-        self.sigma, self.like = smoothing.sigma, rows
-        self.sources = [
-            torch.Generator().manual_seed(_seed_from(smoothing.seed, smoothing.first + number, skip))
-            for number in range(len(rows))
-        ]
-
-    def __iter__(self) -> "Noise":
-        return self
-
-    def __next__(self) -> Tensor:
-        width = self.like.shape[1]
-        block = torch.stack([torch.randn(BLOCK, width, generator=source) for source in self.sources], dim=1)
-        return block.to(self.like.device) * self.sigma
 
 
 @torch.no_grad()
@@ -163,13 +148,16 @@ def certify_vote(vote: MajorityVote, tokens: Tensor, norm: Norm = "l2") -> Certi
     if norm == "linf":
         radius = radius / vote.coordinates(tokens) ** 0.5
     radius = radius.to(tokens.device).view(lead).where(real, 0.0)
-    shares = keys.double() / smoothing.samples
+    voted, shares = unpack_sets(chosen, experts), keys.double() / smoothing.samples
+    # The expert of the set with the fewest votes, and the other expert with the most.
+    leaving = shares.where(voted, 2.0).argmin(1).where(voted.any(1), experts)
+    entering = shares.where(~voted, -1.0).argmax(1).where(~voted.all(1), experts)
     return Certificates(
         radius=radius,
         distance=radius,
         lengths=lengths(tokens.double(), norm),
         margin=(2 * lowest.to(tokens.device) - 1).view(lead),
-        pair=_closest_pair(unpack_sets(chosen, experts), shares).view(*lead, 2),
+        pair=torch.stack([leaving, entering], dim=1).view(*lead, 2),
         real=real,
         kind="probabilistic",
         norm=norm,
@@ -213,17 +201,3 @@ def majority(votes: Tensor) -> Tensor:
     counts = torch.zeros_like(runs).scatter_add(0, runs, torch.ones_like(runs))
     longest = counts.argmax(0, keepdim=True)
     return names[ordered.where(runs == longest, len(names)).amin(0)]
-
-
-def _closest_pair(chosen: Tensor, shares: Tensor) -> Tensor:
-    """Return (T,2): the expert of the set with the fewest votes, and the other expert with the most; E if there is none."""
-    experts = chosen.shape[1]
-    leaving = shares.where(chosen, 2.0).argmin(1).where(chosen.any(1), experts)
-    entering = shares.where(~chosen, -1.0).argmax(1).where(~chosen.all(1), experts)
-    return torch.stack([leaving, entering], dim=1)
-
-
-def _seed_from(seed: int, token: int, stream: int) -> int:
-    """Return one seed from three numbers."""
-    digest = hashlib.blake2b(f"{seed} {token} {stream}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1

@@ -12,14 +12,14 @@ from tyro.conf import Positional
 from holdfast.cli.common import MeasuredData, free_files, show, write_report_files
 
 if TYPE_CHECKING:
-    from holdfast.auditing import AuditReport, Settings
+    from holdfast.auditing import AuditReport, Settings, WhatIf
 
 SHOWN_FINDINGS, SHOWN_TOKENS = 10, 5
 
 
 def print_report(report: AuditReport) -> None:
     """Print the tables, the skipped perturbations, the tokens most at risk, the findings and the what-if of an audit."""
-    from holdfast.report.audit_page import layers_table, perturbations_table, what_if_tables
+    from holdfast.report.audit_page import layers_table, perturbations_table
     from holdfast.report.page_shell import number
     from holdfast.report.tables import Table
 
@@ -48,10 +48,17 @@ def print_report(report: AuditReport) -> None:
     _print_findings(report)
     if report.status == "interrupted":
         print(f"Interrupted: these are the results of the {report.data.batches} finished batches.")
-    if report.what_if is not None:  # what each perturbation changes before and after the other router, and its cost
-        changes, cost = what_if_tables(report.what_if)
-        show(changes.without("tokens that flip"))
-        show(cost)
+    if report.what_if is not None:
+        print_what_if(report.what_if)
+
+
+def print_what_if(what_if: WhatIf) -> None:
+    """Print what each perturbation changes before and after another router was put in, and what that router costs."""
+    from holdfast.report.audit_page import what_if_tables
+
+    changes, cost = what_if_tables(what_if)
+    show(changes.without("tokens that flip"))
+    show(cost)
 
 
 def print_differences(before: AuditReport, after: AuditReport) -> None:

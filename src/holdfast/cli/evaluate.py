@@ -79,6 +79,7 @@ class Evaluate(TestedModel):
 
 def print_shifts(title: str, found: dict[str, dict[str, Any]]) -> None:
     """Print the results on shifted test sets, and a table of the error on each corruption at each severity."""
+    from holdfast.report.page_shell import decimal
     from holdfast.report.tables import Table
 
     note = "error: share of images that are classified wrongly; AUPR: detection of outliers by a low confidence, higher "
@@ -95,7 +96,7 @@ def print_shifts(title: str, found: dict[str, dict[str, Any]]) -> None:
             "number": f"{score['examples']:,}",
             "classes": score.get("classes", ""),
             "measure": score["measure"],
-            "figure": _number(score["figure"], 2),
+            "figure": decimal(score["figure"]),
             **{column: f"{score[key]:.2f}" for column, key in further.items() if score.get(key) is not None},
         }
         for name, score in found.items()
@@ -172,6 +173,7 @@ def against_majority(majority: dict[str, Any], measure: Any) -> str:
 
 def print_routing(routing: dict[str, Any] | None) -> None:
     """Print the routing metrics of each layer as a table."""
+    from holdfast.report.page_shell import decimal, percent
     from holdfast.report.tables import Table
 
     if routing is None:
@@ -184,15 +186,11 @@ def print_routing(routing: dict[str, Any] | None) -> None:
             {
                 "layer": layer["layer"],
                 "experts per token": f"{layer['experts_per_token']['mean']:.2f}",
-                "entropy": _number(layer["entropy"], 3),
-                "load unevenness (CV)": _number(layer["load"]["cv"], 3),
+                "entropy": decimal(layer["entropy"], 3),
+                "load unevenness (CV)": decimal(layer["load"]["cv"], 3),
                 "dead experts": len(layer["load"]["dead"]),
-                "near-ties (0.01)": "" if close is None else f"{close:.2%}",
-                **({"dropped": f"{layer['dropped']['share']:.2%}"} if "dropped" in layer else {}),
+                "near-ties (0.01)": percent(close),
+                **({"dropped": percent(layer["dropped"]["share"])} if "dropped" in layer else {}),
             }
         )
     show(Table.of("Routing on the clean data", rows))
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "none" if value is None else f"{value:.{digits}f}"

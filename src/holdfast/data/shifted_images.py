@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Literal, final
 
 from holdfast.data.files import checksum, names_and_sizes
 from holdfast.data.images import ENDINGS, FileImages, Prepare, folders_in, images_in, memory_for
@@ -250,7 +250,12 @@ def read_class_index(path: Path) -> ClassIndex:
     elif not path.exists():
         raise ValueError(f"{path} does not exist; a class index is {FORMATS}.")
     elif path.suffix == ".json":
-        rows = _from_json(read_json(path, limit=MIB), path)
+        stored = read_json(path, limit=MIB)
+        try:  # {"0": ["n01440764", "tench"], ...} or a list of ids
+            pairs = stored if isinstance(stored, list) else [stored[str(number)] for number in range(len(stored))]
+            rows = [(pair, "") if isinstance(pair, str) else (str(pair[0]), str(pair[1])) for pair in pairs]
+        except (AttributeError, IndexError, KeyError, TypeError):
+            raise ValueError(f'{path} is not a class index of the form {{"0": ["n01440764", "tench"], ...}}.') from None
     else:
         lines = [line.split(maxsplit=1) for line in read_text(path, limit=MIB).splitlines() if line.strip()]
         rows = [(line[0], line[1].strip() if len(line) > 1 else "") for line in lines]
@@ -259,17 +264,6 @@ def read_class_index(path: Path) -> ClassIndex:
         wrong = next((one for one in ids if not WORDNET_ID.fullmatch(one)), "the same id twice" if ids else "no classes")
         raise ValueError(f"{path} has {wrong[:40]!r}; a class index is {FORMATS}.")
     return ClassIndex(str(path), tuple(ids), tuple(names) if all(names) else None)
-
-
-def _from_json(stored: Any, path: Path) -> list[tuple[str, str]]:
-    """Return the rows of {"0": ["n01440764", "tench"], ...} or of a list of ids."""
-    try:
-        if isinstance(stored, list):
-            return [(str(one), "") for one in stored]
-        pairs = [stored[str(number)] for number in range(len(stored))]
-        return [(str(pair[0]), str(pair[1])) for pair in pairs]
-    except (AttributeError, IndexError, KeyError, TypeError):
-        raise ValueError(f'{path} is not a class index of the form {{"0": ["n01440764", "tench"], ...}}.') from None
 
 
 def outputs_of(folder: Path, folders: Sequence[str], classes: Sequence[str], index: ClassIndex | None = None) -> list[int]:

@@ -11,7 +11,6 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -85,13 +84,16 @@ class SavesRouterState:
         With `cpu_ram_efficient_loading`, accelerate moves a model to `meta`, shards it, and sends the entries of this
         dictionary from the first rank to the others. It can send sharded parameters only: raise ValueError.
         """
-        if options.get("prefix") == "base_model." and "peft" in sys.modules and has_state(self):
+        parts = [part for part in self.modules() if isinstance(part, StatefulPart)]  # type: ignore[attr-defined]
+        if options.get("prefix") == "base_model." and "peft" in sys.modules and parts:
             warnings.warn(
                 "PEFT's prompt tuning saves prompts only, not the router state: save the model as well, with "
                 "holdfast.save(model.base_model, folder), and load the prompts for that model.",
                 stacklevel=2,
             )
-        if os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "").lower() == "true" and _is_sharded_on_meta(self):
+        is_sharded = any(hasattr(weight, "device_mesh") for weight in self.parameters())  # type: ignore[attr-defined]
+        on_meta = is_sharded and any(buffer.is_meta for part in parts for buffer in part.buffers())
+        if on_meta and os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "").lower() == "true":
             raise ValueError(
                 "accelerate cannot send the state of routers to the other ranks: set cpu_ram_efficient_loading to false in "
                 "the settings of FSDP."
@@ -109,19 +111,8 @@ class SavesRouterState:
         marked = {
             key[key.index(f"{ROUTER_STATE}.") :]: value for key, value in (given or {}).items() if f"{ROUTER_STATE}." in key
         }
-        self.__dict__["_modules"][ROUTER_STATE].load(marked, f"{ROUTER_STATE}.")
+        self.__dict__["_modules"][ROUTER_STATE]._load_from_state_dict(marked, f"{ROUTER_STATE}.")
         return loaded
-
-
-def has_state(model: Any) -> bool:
-    """Whether routers of the model have state."""
-    return any(isinstance(part, StatefulPart) for part in model.modules())
-
-
-def _is_sharded_on_meta(model: Any) -> bool:
-    """Whether router state is on `meta` and weights are sharded."""
-    state = (buffer for part in model.modules() if isinstance(part, StatefulPart) for buffer in part.buffers())
-    return any(buffer.is_meta for buffer in state) and any(hasattr(weight, "device_mesh") for weight in model.parameters())
 
 
 def add_router_state(model: Any) -> None:
@@ -150,9 +141,13 @@ class RouterState:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
         nn.Module.__init__(self)  # type: ignore[arg-type]
         self.__dict__["model"] = model  # not registered as a submodule: the model contains this module
-        self._active_adapter, self._disable_adapters = _active_adapters(model)
+        tuned = next((module for module in model.modules() if isinstance(module, BaseTunerLayer)), None)
+        self._active_adapter = [] if tuned is None else list(tuned.active_adapters)[:1]
+        self._disable_adapters = tuned is not None and bool(tuned.disable_adapters)
         self.expected: str | None = None  # the adapter that PEFT loads next
         # The adapter whose state is in the routers; None: the state without adapters.
         self.current: str | None = None if self._disable_adapters or not self._active_adapter else self._active_adapter[0]
@@ -164,25 +159,21 @@ class RouterState:
 
     def register_forward_pre_hook(self, hook: Any, **options: Any) -> Any:
         """Raise ValueError when PEFT registers a hook for a batch with an adapter for each row (`adapter_names`)."""
-        if "adapter_names" in getattr(hook, "keywords", {}) and self._depends_on_adapter():
+        has_tensors = bool(self._buffers_of_routers() or self._parameters_of_routers())
+        depends = has_tensors or any("attention.projection" in router.reads for _, router in self._routers())
+        if "adapter_names" in getattr(hook, "keywords", {}) and depends:
             raise ValueError(
                 "rows of one batch have different adapters (adapter_names), but routers have one state and read one "
                 "projection for all rows; run a batch for each adapter."
             )
         return nn.Module.register_forward_pre_hook(self, hook, **options)  # type: ignore[arg-type]
 
-    def _depends_on_adapter(self) -> bool:
-        """Whether the routing depends on which adapter is active."""
-        if self._buffers_of_routers() or self._parameters_of_routers():
-            return True
-        return any("attention.projection" in router.reads for _, router in self._routers())
-
     def __getattr__(self, name: str) -> Any:
         """Look attributes up as `nn.Module` does. PEFT's method also looks in a wrapped module, and there is none."""
         return nn.Module.__getattr__(self, name)  # type: ignore[arg-type]
 
     @property
-    def _adapters(self) -> set[str]:
+    def _adapters(self) -> set[str]:  # PEFT reads this
         return set(self.__dict__["model"].peft_config)
 
     def _get_available_adapters(self) -> set[str]:
@@ -197,7 +188,12 @@ class RouterState:
         """Make an adapter the active one: PEFT calls this for each of its modules."""
         names = [adapter_names] if isinstance(adapter_names, str) else adapter_names
         self._active_adapter = names[:1]
-        self._remember_added()
+        added = self._adapters - self.states.keys() - self.added.keys() - {self.current}
+        for name in added if self.current is not None else ():  # it may become a copy of the active adapter
+            assert self.current is not None
+            parameters = self._parameters_of_routers()
+            own_parameters = _copies_of({name: parameters[name] for name in self.own_parameters.get(self.current, {})})
+            self.added[name] = (self.current, _copies_of(self._buffers_of_routers()), own_parameters)
         if not self._disable_adapters:
             self._switch(names[0] if names else None)
 
@@ -221,13 +217,15 @@ class RouterState:
 
     def adapter_state_dict(self, adapter_name: str, state_dict: Any = None) -> State:
         """Return what is saved with an adapter. Names get / for dots: PEFT searches dotted names for adapter names."""
-        with self._switched(adapter_name):
-            for _, router in self._routers():
-                for part in router.modules():
-                    if isinstance(part, StatefulPart):
-                        part.commit()
-            tensors = {**self._buffers_of_routers(), **self._parameters_of_routers()}
-            return {name.replace(".", "/"): tensor for name, tensor in _copies_of(tensors).items()}
+        before = self.current
+        self._switch(adapter_name)
+        for _, router in self._routers():
+            for part in router.modules():
+                if isinstance(part, StatefulPart):
+                    part.commit()
+        tensors = _copies_of({**self._buffers_of_routers(), **self._parameters_of_routers()})
+        self._switch(before)
+        return {name.replace(".", "/"): tensor for name, tensor in tensors.items()}
 
     def adapter_state_dict_load_map(self, adapter_name: str) -> dict[str, str]:
         """Remember the adapter that is loaded next: PEFT calls this before it loads the weights."""
@@ -235,9 +233,6 @@ class RouterState:
         return {}
 
     def _load_from_state_dict(self, state_dict: State, prefix: str, *rest: Any) -> None:
-        self.load(state_dict, prefix)
-
-    def load(self, state_dict: State, prefix: str) -> None:
         """Load an adapter's state into the routers, or store it while another adapter is active."""
         adapter, self.expected = self.expected, None
         marked = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
@@ -252,7 +247,12 @@ class RouterState:
                     stacklevel=2,
                 )
             return
-        _require_fitting(given, own)
+        for name in chain(sorted(given.keys() ^ own.keys()), sorted(given)):
+            if name not in own or name not in given or own[name].shape != given[name].shape:
+                raise ValueError(
+                    f"this adapter was trained with other routers than the model has ({name} does not fit); give the model "
+                    "the routers of the adapter's own base (reroute, or holdfast.load of its folder) before loading it."
+                )
         adapter = self.current if adapter is None else adapter
         base = {**parameters, **self.own_parameters[None]}
         differing = {name: given[name] for name in parameters if not torch.equal(given[name].to(base[name]), base[name])}
@@ -269,7 +269,12 @@ class RouterState:
         """Put another adapter's state into the routers, without `commit`: a backward may still recompute a forward."""
         if adapter == self.current:
             return
-        self._take_copied_state(adapter)
+        if adapter is not None and adapter in self.added and adapter not in self.states:
+            # A copy of another adapter gets the state that the other had when it was added. TRL makes its reference model
+            # so: it adds an adapter `ref` with the parameters of the one that is trained.
+            copied_from, state, own_parameters = self.added.pop(adapter)
+            if _have_equal_weights(self.__dict__["model"], adapter, copied_from):
+                self.states[adapter], self.own_parameters[adapter] = state, own_parameters
         buffers, parameters = self._buffers_of_routers(), self._parameters_of_routers()
         if self.current is not None:  # changes of state by forwards without adapters are dropped
             self.states[self.current] = _copies_of(buffers)
@@ -282,35 +287,6 @@ class RouterState:
             parameters, {name: incoming.get(name, self.own_parameters[None][name]) for name in {*outgoing, *incoming}}
         )
         self.current = adapter
-
-    def _remember_added(self) -> None:
-        """Store the state of the active adapter for adapters that PEFT has just added: they may become copies of it."""
-        if self.current is None:
-            return
-        for name in self._adapters - self.states.keys() - self.added.keys() - {self.current}:
-            parameters = self._parameters_of_routers()
-            own_parameters = _copies_of({name: parameters[name] for name in self.own_parameters.get(self.current, {})})
-            self.added[name] = (self.current, _copies_of(self._buffers_of_routers()), own_parameters)
-
-    def _take_copied_state(self, adapter: str | None) -> None:
-        """If an adapter is a copy of another, give it the state that the other had when it was added.
-
-        TRL makes its reference model so: it adds an adapter `ref` with the parameters of the one that is trained.
-        """
-        if adapter is None or adapter not in self.added or adapter in self.states:
-            return
-        copied_from, state, own_parameters = self.added.pop(adapter)
-        if _have_equal_weights(self.__dict__["model"], adapter, copied_from):
-            self.states[adapter], self.own_parameters[adapter] = state, own_parameters
-
-    @contextmanager
-    def _switched(self, adapter: str) -> Iterator[None]:
-        before = self.current
-        self._switch(adapter)
-        try:
-            yield
-        finally:
-            self._switch(before)
 
     def _routers(self) -> Iterator[tuple[str, Router]]:
         """Yield routers with their names in a model without adapters, except for copies, which PEFT saves itself."""
@@ -341,16 +317,6 @@ class RouterState:
         return found
 
 
-def _active_adapters(model: nn.Module) -> tuple[list[str], bool]:
-    """Return the active adapter, if any, as a list, and whether adapters are disabled."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    for module in model.modules():
-        if isinstance(module, BaseTunerLayer):
-            return list(module.active_adapters)[:1], bool(module.disable_adapters)
-    return [], False
-
-
 def _have_equal_weights(model: nn.Module, adapter: str, other: str) -> bool:
     """Whether two adapters have the same parameters."""
     parameters = dict(model.named_parameters())
@@ -376,13 +342,3 @@ def _copy_into(tensors: State, values: State) -> None:
     for name, value in values.items():
         if name in tensors:
             tensors[name].copy_(value)
-
-
-def _require_fitting(given: State, own: State) -> None:
-    """Raise ValueError if an adapter's state is of other routers than those of the model."""
-    for name in chain(sorted(given.keys() ^ own.keys()), sorted(given)):
-        if name not in own or name not in given or own[name].shape != given[name].shape:
-            raise ValueError(
-                f"this adapter was trained with other routers than the model has ({name} does not fit); give the model the "
-                "routers of the adapter's own base (reroute, or holdfast.load of its folder) before loading it."
-            )

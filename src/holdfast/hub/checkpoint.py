@@ -18,7 +18,8 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from importlib.abc import Loader, MetaPathFinder
+from functools import partial
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -26,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import unknown_name
 from holdfast.hub.adapters import with_mixin
-from holdfast.hub.engines import callback_class, gathered_state, is_sharded, on_first_rank, without_transformers_gather
+from holdfast.hub.engines import callback_class, is_sharded, on_first_rank, without_transformers_gather
 from holdfast.hub.folder_files import (
     CODE,
     MODEL_TYPE,
@@ -38,6 +39,7 @@ from holdfast.hub.folder_files import (
     config_class,
     downloaded_folder,
     family_values,
+    first_line,
     is_modified,
     require_all_used,
     require_fitting_files,
@@ -48,6 +50,7 @@ from holdfast.hub.model_classes import (
     SAFE_OPTIONS,
     ModifiedModel,
     apply_saved_changes,
+    config_and_options,
     finish_loading,
     initialise_head,
     modified_class,
@@ -55,7 +58,6 @@ from holdfast.hub.model_classes import (
     modified_configs,
     register_models,
     saved_specs,
-    with_options,
 )
 from holdfast.layers import name_layers
 from holdfast.model_size import require_sane_numbers, require_sane_size, require_sane_top_k
@@ -81,39 +83,31 @@ def save(
     An existing folder is replaced only with `force`. If the weights are sharded over ranks (FSDP2, `shard_experts`), every
     rank calls this, and the first one writes; otherwise every rank that calls it writes.
     """
-    _require_savable(model)
-    _require_known_options(options)
+    from transformers import PreTrainedModel
+
+    if not hasattr(model, "save_pretrained"):
+        kind = type(model).__name__
+        if hasattr(getattr(model, "module", None), "save_pretrained"):
+            raise ValueError(f"this {kind} wraps the model; save the one inside, model.module.")
+        raise ValueError(f"{kind} is not a Hugging Face model: it has no save_pretrained.")
+    known = set(inspect.signature(PreTrainedModel.save_pretrained).parameters) - NOT_FOR_SAVE
+    for name in options:
+        if name not in known:  # `save_pretrained` would ignore it without an error
+            raise ValueError(unknown_name("option of save_pretrained", name, sorted(known)))
     given, target = Path(path), Path(path).resolve()  # the given path may be a link to the folder
     if not is_sharded(model):
         _require_free(target, force)
         _write(model, target, tokenizer, options)
         return given
     on_first_rank(lambda: _require_free(target, force))
-    state = gathered_state(model)
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    # Full weights on the first rank, and {} on the others. Every rank must call it.
+    state = dict(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)))
     with without_transformers_gather(model):
         whole = {"state_dict": state, "save_original_format": True, **options}
         on_first_rank(lambda: _write(model, target, tokenizer, whole))
     return given
-
-
-def _require_savable(model: Any) -> None:
-    """Raise ValueError for anything but a Hugging Face model, such as the wrapper of DDP."""
-    if hasattr(model, "save_pretrained"):
-        return
-    kind = type(model).__name__
-    if hasattr(getattr(model, "module", None), "save_pretrained"):
-        raise ValueError(f"this {kind} wraps the model; save the one inside, model.module.")
-    raise ValueError(f"{kind} is not a Hugging Face model: it has no save_pretrained.")
-
-
-def _require_known_options(options: dict[str, Any]) -> None:
-    """Raise ValueError for an option that `save_pretrained` would ignore without an error."""
-    from transformers import PreTrainedModel
-
-    known = set(inspect.signature(PreTrainedModel.save_pretrained).parameters) - NOT_FOR_SAVE
-    for name in options:
-        if name not in known:
-            raise ValueError(unknown_name("option of save_pretrained", name, sorted(known)))
 
 
 def _require_free(target: Path, force: bool) -> None:
@@ -143,14 +137,12 @@ def load(path: str | os.PathLike[str], **options: Any) -> "PreTrainedModel":
     where = {option: options.pop(option) for option in HUB_OPTIONS if option in options}
     folder = local_folder(path, **where)
     written = check_files(folder)
-    ours = is_modified(written, folder)
-    config, options = _config(folder, written, options)
+    config, options = config_and_options(folder, written, options)
     kind = _model_class(folder, config)
+    kind = modified_class(kind) if is_modified(written, folder) else kind
     require_sane_top_k(config, folder)
-    require_sane_size(folder, modified_class(kind) if ours else kind, config, options)
-    if ours:
-        check_manifest(folder)
-    model, found = _open(modified_class(kind).from_checked if ours else kind.from_pretrained, folder, config, options)
+    require_sane_size(folder, kind, config, options)
+    model, found = _open(kind, folder, config, options)
     require_all_used(found, model, folder)
     name_layers(model)
     return model
@@ -179,8 +171,7 @@ def load_with_head(
     import transformers
 
     written = check_files(folder)
-    ours = is_modified(written, folder)
-    config, unknown = _config(folder, written, dict(values))
+    config, unknown = config_and_options(folder, written, values)
     if unknown:
         raise ValueError(f"the config of a {config.model_type} model has no entry {next(iter(unknown))!r}.")
     mapping = getattr(transformers, auto)._model_mapping
@@ -192,27 +183,13 @@ def load_with_head(
     require_sane_size(folder, kind, config, options)
     if torch.get_default_device().type == "meta":
         return kind(config), {"new": [], "unused": []}
-    if ours:
-        check_manifest(folder)
     options["ignore_mismatched_sizes"] = True  # only of the head: see below
-    model, found = _open(kind.from_checked if ours else kind.from_pretrained, folder, config, options)
+    model, found = _open(kind, folder, config, options)
     report = split_head_weights(found, model, folder)
     if new_head:
         report["new"] = sorted({*report["new"], *initialise_head(model)})
     name_layers(model)
     return model, report
-
-
-def _config(folder: Path, written: dict[str, Any], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the config with the options that it has entries for, and the other options."""
-    values = family_values(written, folder)
-    kind = config_class(values.get("model_type"), folder)
-    kind = modified_config_class(kind) if is_modified(written, folder) else kind
-    try:
-        return with_options(kind, values, options)
-    except Exception as problem:  # a config's own checks raise any kind of exception
-        family = values.get("model_type")
-        raise ValueError(f"{folder / 'config.json'} does not fit {family}: {_first_line(problem)}") from None
 
 
 def _model_class(folder: Path, config: Any) -> Any:
@@ -229,8 +206,12 @@ def _model_class(folder: Path, config: Any) -> Any:
     return kind
 
 
-def _open(from_pretrained: Callable[..., Any], folder: Path, config: Any, options: dict[str, Any]) -> tuple[Any, Any]:
+def _open(kind: Any, folder: Path, config: Any, options: dict[str, Any]) -> tuple[Any, Any]:
     """Return the loaded model and transformers' loading info; turn any exception into a one-line ValueError."""
+    is_ours = issubclass(kind, ModifiedModel)
+    if is_ours:
+        check_manifest(folder)
+    from_pretrained = kind.from_checked if is_ours else kind.from_pretrained
     settings = {**options, **SAFE_OPTIONS, "output_loading_info": True}
     try:
         model, found = from_pretrained(folder, config=config, **settings)
@@ -240,12 +221,7 @@ def _open(from_pretrained: Callable[..., Any], folder: Path, config: Any, option
             raise ValueError(f"{folder} has weights of other shapes than its config says.") from None
         if type(problem) is ValueError and str(problem).startswith(str(folder)):
             raise problem from None
-        raise ValueError(f"{folder} cannot be loaded: {_first_line(problem)}") from None
-
-
-def _first_line(problem: Exception) -> str:
-    lines = (str(problem).strip() or type(problem).__name__).splitlines()
-    return f"{lines[0]} {lines[1].strip()}" if lines[0].endswith(":") and len(lines) > 1 else lines[0]
+        raise ValueError(f"{folder} cannot be loaded: {first_line(problem)}") from None
 
 
 class FolderConfig:
@@ -289,15 +265,10 @@ class AppliesChanges:
             raise ValueError("weights_only=False would run code from a pickle; this folder has safetensors.")
 
     def update_attn_implementation(self, config: Any) -> Any:
-        """Prepare the config: transformers calls this after it has read the config and before it uses it."""
-        return self._allow_loading(config)
+        """Remove the entry that stops the load without Holdfast, and everything that names code.
 
-    def update_tp_plan(self, config: Any) -> Any:
-        """Do the same, under the name that transformers 5.17 calls."""
-        return self._allow_loading(config)
-
-    def _allow_loading(self, config: Any) -> Any:
-        """Remove the entry that stops the load without Holdfast, and everything that names code."""
+        Transformers calls this after it has read the config and before it uses it.
+        """
         if getattr(config, "holdfast", None) is None:
             raise ValueError('its config has no "holdfast" section that names layers.')
         if getattr(config, "transformers_weights", None) == NEEDS_HOLDFAST:
@@ -309,6 +280,8 @@ class AppliesChanges:
             if "_implementation" not in name:
                 config.__dict__.pop(name, None)
         return config
+
+    update_tp_plan = update_attn_implementation  # the name that transformers 5.17 calls
 
     def preprocess_model(self, model: Any, dtype: Any = None, checkpoint_files: Any = None, **options: Any) -> None:
         """Check the folder and apply its changes to the fresh model, before the weights are read."""
@@ -388,7 +361,7 @@ def register() -> None:
 
 
 class _RegistryFinder(MetaPathFinder):
-    """Import finder that finds a registry's module as the other finders do, with a loader that adds our entry."""
+    """Import finder that finds a registry's module as the other finders do, and makes its loader add our entry."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -398,26 +371,14 @@ class _RegistryFinder(MetaPathFinder):
         for finder in sys.meta_path:
             spec = None if finder is self else finder.find_spec(fullname, path, target)
             if spec is not None:
-                if spec.loader is not None:
-                    spec.loader = _RegistryLoader(spec.loader)
+                loader: Any = spec.loader
+                loader.exec_module = partial(_run_and_register, loader)
                 return spec
         return None
 
 
-class _RegistryLoader(Loader):
-    """Loads a module with `loader`, then adds our entry to its registry."""
-
-    def __init__(self, loader: Loader) -> None:
-        self.loader = loader
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.loader, name)  # tools that show a module's source need more than the methods here
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self.loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        assert module.__spec__ is not None
-        module.__spec__.loader = module.__loader__ = self.loader
-        self.loader.exec_module(module)
-        REGISTRIES[module.__name__](module)
+def _run_and_register(loader: Any, module: ModuleType) -> None:
+    """Run a module with its loader, then add our entry to its registry."""
+    del loader.exec_module  # this function; the loader has its own again
+    loader.exec_module(module)
+    REGISTRIES[module.__name__](module)

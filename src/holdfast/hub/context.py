@@ -12,7 +12,7 @@ Only what the router reads is captured: a router that reads one token at a time 
 padding counts nowhere, and nothing in evaluation.
 
 `prepare` makes the router's `Context` from what was captured. `record_routing` gets the router's result, attaches losses to
-the expert weights (losses.py), and keeps the routing for the next MoE layer if its router reads it (`ac`).
+the expert weights (forwards.py), and keeps the routing for the next MoE layer if its router reads it (`ac`).
 
 With activation checkpointing the hooks run again in the recomputation, so the router reads the same context as before. Only
 the routing of the previous MoE layer cannot be captured again: it is kept until the next forward that may have a backward.
@@ -22,6 +22,10 @@ In decoding, a sequence-aware router needs stored tensors of earlier tokens, one
 on the layer's own KV cache: when `generate` reorders or crops keys and values, it reorders or crops these rows too. With a
 static KV cache they have its full length from the start, and the positions of the current tokens are a tensor: the number
 of tokens in the cache is never read from the device, and a compiled forward is not compiled again for the next token.
+
+The functions at the end read the attention masks of models: padding, sliding windows, and rows that hold several sequences.
+
+B sequences, N current tokens, M keys; a mask is bool, or numbers that are added to the attention's scores
 """
 
 import copy
@@ -33,18 +37,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from holdfast.hub.families import detached_routing, modality_of
-from holdfast.hub.forwards import ForwardHooks
-from holdfast.hub.losses import Forward
+from holdfast.hub.forwards import Forward, ForwardHooks, PerThread, modality_of
 from holdfast.hub.replacements import ATTENTION, as_linear, override_config, restore_config
 from holdfast.kernels.torch_internals import is_recomputing
 from holdfast.routing import Attention, Context, Previous, Router, RouterCache, Routing, VisibleTokens
-from holdfast.routing.attention_masks import (
-    require_one_sequence_in_a_row,
-    require_separate_sequences,
-    token_mask_of,
-    window_mask,
-)
 from holdfast.routing.cache import (
     has_recurrent_state,
     has_static_length,
@@ -55,7 +51,6 @@ from holdfast.routing.cache import (
 )
 from holdfast.routing.parts import Traits
 from holdfast.routing.state import StatefulPart
-from holdfast.routing.threads import PerThread
 
 NOTHING = Context()
 NOT_CAUSAL = "in this causal model the router lets a token's routing depend on later tokens"
@@ -123,6 +118,7 @@ class _Captured:
     tokens: int | None = None  # how many the gate got
     attention: CapturedAttention = field(default_factory=CapturedAttention)
     routed: Previous | None = None  # the layer's own tokens and routing, for the next MoE layer
+    pending: "weakref.ref[_PendingBackward] | None" = None  # the forward that a backward with checkpointing will recompute
 
 
 class _PendingBackward:
@@ -132,14 +128,6 @@ class _PendingBackward:
 
     def finish(self, gradient: Tensor) -> None:
         self.done = True
-
-
-class _ThreadCapture(PerThread):
-    """What belongs to the current forward of a layer; each thread has its own."""
-
-    def __init__(self) -> None:
-        self.captured = _Captured()
-        self.pending: weakref.ref[_PendingBackward] | None = None  # for a layer with gradient checkpointing
 
 
 class ContextCapture:
@@ -152,11 +140,15 @@ class ContextCapture:
         forwards: ForwardHooks,
         previous: "ContextCapture | None",
         k: int,
+        replay_layer: int,
         idle: bool = False,
     ) -> None:
-        """Put the hooks on the layer. With `idle` there are none, until the next MoE layer's router reads this layer."""
+        """Put the hooks on the layer. With `idle` there are none, until the next MoE layer's router reads this layer.
+
+        replay_layer   the index of the layer in recorded routes; none are for an index after their last
+        """
         self.router, self.layer_modules, self.forwards = router, layer_modules, forwards
-        self.previous, self.k = previous, k
+        self.previous, self.k, self.replay_layer = previous, k, replay_layer
         parts = router.all_parts if router is not None else []
         reads = {name for part in parts for name in part.reads}
         traits, training_traits = (Traits(), Traits()) if router is None else (router.traits, router.training_traits)
@@ -184,8 +176,7 @@ class ContextCapture:
         # A KV cache stores this number with its router rows. After a change to the model the number differs, so that rows of
         # the earlier router are not used.
         self.router_number = new_router_number()
-        self.replay_layer = forwards.next_layer()
-        self._thread = _ThreadCapture()
+        self._thread = PerThread(_Captured)
         self._latest_routed: Previous | None = None  # of any thread: on a GPU, the backward runs in another thread
         self._recomputation_reads_state = self.reads_previous or any(isinstance(part, StatefulPart) for part in parts)
         if self.reads_previous and previous is not None:
@@ -233,14 +224,14 @@ class ContextCapture:
 
     def clear(self) -> None:
         """Delete the layer's last routing."""
-        self._thread.captured.routed = self._latest_routed = None
+        self._thread.current.routed = self._latest_routed = None
 
     @property
     def routed(self) -> Previous | None:
         """Return the layer's tokens and routing in the current forward, or in the one that a backward recomputes."""
         if not torch.compiler.is_compiling() and is_recomputing():
             return self._latest_routed
-        return self._thread.captured.routed
+        return self._thread.current.routed
 
     @property
     def is_training(self) -> bool:
@@ -267,14 +258,14 @@ class ContextCapture:
         """Return how many slots of the layer's tokens have an expert at most; None if all may, or these are other tokens."""
         if self.router is None or self._replayed(self.forwards.forward) is not None:
             return None
-        return self.router.select.most_rows(tokens) if self._thread.captured.tokens in (None, tokens) else None
+        return self.router.select.most_rows(tokens) if self._thread.current.tokens in (None, tokens) else None
 
     def prepare(self, hidden: Tensor, router: Router | None) -> tuple[Tensor, Context]:
         """Return a layer's input as (B,N,d), and what its router may read. What was captured is forgotten, to free memory.
 
         router   the one that runs: not the installed one if PEFT has copied that (`modules_to_save`)
         """
-        captured = self._thread.captured
+        captured = self._thread.current
         if self.router is not router:
             self.router = router
         shape, captured.shape = captured.shape, None
@@ -311,11 +302,18 @@ class ContextCapture:
 
     def _build_context(self, tokens: Tensor, forward: Forward) -> Context:
         """Return what the router may read of `tokens (B,N,d)`."""
-        if self._will_be_recomputed(forward):
-            self._require_one_forward()
-        captured, self._thread.captured.attention = self._thread.captured.attention, CapturedAttention()
+        if self._will_be_recomputed(forward) and self._is_pending:
+            # The recomputation of the first forward would read router state, previous routing and routes of the second.
+            raise ValueError(
+                "gradient checkpointing with this router allows one forward before each backward, and this is the second: "
+                "switch gradient checkpointing off, put the batches into one forward, or use a router without state and no "
+                "recorded routes."
+            )
+        captured, self._thread.current.attention = self._thread.current.attention, CapturedAttention()
         fields, length = self._read_beside_tokens(forward), tokens.shape[1]
-        if self.breaks_causality and (captured.has_recurrent_state or self._cached_tokens(captured, length)):
+        kv_cache = captured.kv_cache if self.breaks_causality else None
+        cached = 0 if kv_cache is None else int(self._cache_layer(kv_cache).get_seq_length()) - length
+        if self.breaks_causality and (captured.has_recurrent_state or cached):
             raise ValueError(f"{NOT_CAUSAL}; it cannot decode token by token with a KV cache.")
         if self.warns_in_training and self.is_training and forward.learning:
             self.warns_in_training = False
@@ -351,14 +349,14 @@ class ContextCapture:
             return weights
         forward = self.forwards.forward
         if self.is_read_by_next:
-            captured = self._thread.captured
-            captured.routed = Previous(tokens.detach(), detached_routing(routing))
+            captured = self._thread.current
+            captured.routed = Previous(tokens.detach(), routing.map_tokens(Tensor.detach))
             if forward.may_have_backward:
                 self._latest_routed = captured.routed
         weights = self.forwards.collector.collect(routing, weights, losses, context.token_mask, self.k, forward)
         if weights.requires_grad and self._will_be_recomputed(forward):
             pending = _PendingBackward()
-            self._thread.pending = weakref.ref(pending)  # the graph keeps it alive, through its hook
+            self._thread.current.pending = weakref.ref(pending)  # the graph keeps it alive, through its hook
             weights.register_hook(pending.finish)
         return weights
 
@@ -376,21 +374,9 @@ class ContextCapture:
     @property
     def _is_pending(self) -> bool:
         """Whether an earlier forward waits for a backward that will run this layer again."""
-        last = self._thread.pending
+        last = self._thread.current.pending
         pending = None if last is None else last()
         return pending is not None and not pending.done
-
-    def _require_one_forward(self) -> None:
-        """Raise ValueError at a second forward before the backward of the first.
-
-        The recomputation of the first would read router state, previous routing and recorded routes of the second.
-        """
-        if self._is_pending:
-            raise ValueError(
-                "gradient checkpointing with this router allows one forward before each backward, and this is the second: "
-                "switch gradient checkpointing off, put the batches into one forward, or use a router without state and no "
-                "recorded routes."
-            )
 
     def _require_one_sequence_in_a_row(self, mask: Tensor, real: Tensor) -> None:
         """Raise ValueError if a mask `(B,1,N,N)` separates a real token from the real token before it: rows are packed.
@@ -401,15 +387,19 @@ class ContextCapture:
         if not is_square or torch.compiler.is_compiling() or (mask.device.type != "cpu" and self._mask_was_read):
             return
         self._mask_was_read = True
-        require_one_sequence_in_a_row(mask, real)
+        if bool(separates_neighbours(mask, real)):
+            raise ValueError(
+                "the attention mask packs several sequences into one row, and a SoftMoE or SMEAR layer would mix them; put "
+                "each sequence into a row of its own."
+            )
 
     def _capture_shape(self, block: nn.Module, inputs: tuple[Any, ...]) -> None:
         if inputs and inputs[0].dim() == 3 and not self.layer_modules.windowed:
-            self._thread.captured.shape = inputs[0].shape[:-1]
+            self._thread.current.shape = inputs[0].shape[:-1]
 
     def _capture_arguments(self, attention: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Capture shape, mask and KV cache of the attention. Raise ValueError if the router cannot separate sequences."""
-        captured, hidden = self._thread.captured, inputs[0] if inputs else options.get("hidden_states")
+        captured, hidden = self._thread.current, inputs[0] if inputs else options.get("hidden_states")
         # Some layers flatten tokens to (T,d) after the attention.
         captured.shape = None
         if isinstance(hidden, Tensor) and hidden.dim() == 3 and not self.layer_modules.windowed:
@@ -439,14 +429,14 @@ class ContextCapture:
 
     def capture_attention(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: dict[str, Any]) -> None:
         """Capture the arguments of the attention function. `_attention_with_capture` calls this."""
-        captured = self._thread.captured.attention
+        captured = self._thread.current.attention
         captured.keys, captured.mask = key.shape[2], mask
         if self.reads_attention:
             captured.query, captured.key, captured.value = query, key, value
         captured.scale, captured.window = options.get("scaling"), options.get("sliding_window")
 
     def _capture_output(self, projection: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
-        self._thread.captured.attention.output = output
+        self._thread.current.attention.output = output
 
     def _earlier_tokens(self, captured: CapturedAttention, length: int) -> _EarlierTokens:
         """Return the tokens before the current `length` tokens, with the router's rows of them."""
@@ -463,12 +453,6 @@ class ContextCapture:
 
     def _cache_layer(self, kv_cache: Any) -> Any:
         return kv_cache.layers[self.layer_modules.attention.layer_idx]
-
-    def _cached_tokens(self, captured: CapturedAttention, length: int) -> int:
-        """Return how many tokens the KV cache had before attention added the current `length` tokens."""
-        if captured.kv_cache is None:
-            return 0
-        return int(self._cache_layer(captured.kv_cache).get_seq_length()) - length
 
     def _visible_tokens(self, captured: CapturedAttention, earlier: _EarlierTokens, tokens: Tensor) -> VisibleTokens | None:
         """Return which tokens the attention allows to see each other; None if the router does not read it."""
@@ -493,3 +477,76 @@ class ContextCapture:
             key, value = key[:, :, : visible.keys], value[:, :, : visible.keys]
         projection = as_linear(self._projection) if self.reads_projection else None
         return Attention(query, key, value, projection, output, visible.mask, captured.scale)
+
+
+def window_mask(
+    queries: int, keys: int, window: int | None, device: torch.device, positions: Tensor | None = None
+) -> Tensor:
+    """Return (1,1,N,M) bool: True for keys less than `window` tokens before the query, and for later keys.
+
+    `Context.causal` masks the later keys. With the `positions (N,)` of the queries in a static cache they are False here.
+    """
+    places = torch.arange(keys, device=device)
+    distance = (places[-queries:] if positions is None else positions).unsqueeze(1) - places
+    allowed = torch.ones_like(distance, dtype=torch.bool) if window is None else distance < window
+    return (allowed if positions is None else allowed & (distance >= 0)).view(1, 1, queries, -1)
+
+
+def token_mask_of(
+    mask: object, sequences: int, length: int, past: int | None = None, positions: Tensor | None = None
+) -> Tensor | None:
+    """Return (B,N) bool, True where a token is real, from a model's attention mask; None if all tokens are real.
+
+    mask        (B,M): the last N columns are the current tokens. (B,1,N,M): the diagonal is read, since a real token always
+                attends to itself. A dict with a mask for each kind of attention: the first one is read
+    past        number of tokens before the current ones. With a static cache, the mask also has columns after the current
+                tokens
+    positions   (N,), the columns of the current tokens, instead of `past`
+    """
+    if isinstance(mask, dict):
+        mask = next((value for value in mask.values() if isinstance(value, Tensor)), None)
+    if not isinstance(mask, Tensor):
+        return None
+    if mask.dim() not in (2, 4):
+        raise ValueError(f"the attention mask has {mask.dim()} dimensions; expected (B, N) or (B, 1, N, M).")
+    columns = mask.shape[-1]
+    if positions is not None:
+        shift = (positions[-1:] - columns + 1).clamp_min(0)
+        current = (mask if mask.dim() == 2 else mask[:, 0]).index_select(-1, positions - shift)
+    else:
+        start = columns - length if past is None else min(past, columns - length)
+        current = (mask if mask.dim() == 2 else mask[:, 0])[..., start : start + length]
+    if mask.dim() == 2:
+        return (current != 0).expand(sequences, length)
+    current = current.diagonal(dim1=-2, dim2=-1) if current.shape[-2] == length else current[:, -1]
+    return allowed_by(current).expand(sequences, length)
+
+
+def allowed_by(mask: Tensor) -> Tensor:
+    """Return a mask as bool, True where attention is allowed. Other masks are added to the attention's scores."""
+    if mask.dtype == torch.bool:
+        return mask
+    return mask > torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else mask != 0
+
+
+def separates_neighbours(mask: Tensor, real: Tensor) -> Tensor:
+    """Return a bool: whether a mask `(B,1,N,N)` hides from a real token the real token before it, as in packed rows."""
+    places = torch.arange(real.shape[1], device=real.device)
+    # (B,N-1): the last real token before each token; token 0 where there is none.
+    before = places.where(real, 0).cummax(1).values[:, :-1]
+    seen = allowed_by(mask[:, 0]).expand(len(real), -1, -1)[:, 1:].gather(2, before.unsqueeze(-1)).squeeze(-1)
+    return (real[:, 1:] & real.gather(1, before) & ~seen).any()
+
+
+def require_separate_sequences(mask: Any, options: dict[str, Any]) -> None:
+    """Raise ValueError if a row has several sequences and no mask from which a router can separate them."""
+    if options.get("cache") is not None:
+        raise ValueError(
+            "continuous batching (generate_batch) puts sequences into one row and their tokens into pages, where a "
+            "sequence-aware router cannot separate the sequences; use generate."
+        )
+    if options.get("cu_seq_lens_q") is not None and not (isinstance(mask, Tensor) and mask.dim() == 4):
+        raise ValueError(
+            "sequences are packed into one row without a mask between them, where a sequence-aware router cannot "
+            'separate the sequences; set the model\'s attention to "sdpa" or "eager".'
+        )

@@ -9,12 +9,11 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Literal, TypeVar
 
-import torch
 from torch import nn
 
 from holdfast.errors import unknown_name
 from holdfast.hub.adapters import active_module
-from holdfast.hub.families import DenseLayer, dense_family, dense_layers, dense_weights, find_submodule, initial_std
+from holdfast.hub.families import DenseLayer, dense_weights, initial_std
 from holdfast.hub.folder_files import unmark_dequantised
 from holdfast.hub.install import (
     hooks_of,
@@ -25,14 +24,13 @@ from holdfast.hub.install import (
     set_gate_trainable,
     specs_of,
 )
-from holdfast.hub.layers import MoELayerRef, moe_layers, require_modalities
+from holdfast.hub.layers import MoELayerRef, dense_family, dense_layers, find_submodule, moe_layers, require_modalities
 from holdfast.hub.model_classes import install_hooks_and_classes
 from holdfast.hub.replacements import SparseLayer, gate_weight, uninstall_gate
-from holdfast.hub.specs import NATIVE, NOT_A_ROUTER, LayerSpec, loss_coefficients, reads
+from holdfast.hub.specs import NATIVE, NOT_A_ROUTER, LayerSpec, reads
 from holdfast.kernels.quantised import is_quantised
 from holdfast.layers.losses import Losses
 from holdfast.layers.upcycling import fill_experts, fill_shared
-from holdfast.routing import Router
 from holdfast.routing.declarations import LayerKind
 from holdfast.routing.grammar import split_options
 from holdfast.routing.layer_names import LayerRouter, has_layers, resolve_layers, routers_by_layer
@@ -40,7 +38,6 @@ from holdfast.routing.presets import REGISTRY
 
 Layers = str | Sequence[int]
 DEFAULT_K = 2  # experts per token of a layer that sparsify makes
-MODEL_BALANCE = "model_balance"  # key of a coefficient that is not yet multiplied by the number of experts per token
 LAYER_ROUTERS: dict[str, str | None] = {"moe": None, "soft": "softmoe", "smear": "smear"}  # the name of each kind of layer
 Model = TypeVar("Model", bound=nn.Module)  # the returned model has the type of the given one, for editors
 
@@ -81,10 +78,17 @@ def reroute(
         found[index].name: one for index, one in zip(indices, routers_by_layer(routers, len(indices)), strict=True) if one
     }
     chosen = [moe_layer for moe_layer in found if moe_layer.name in wanted]
-    _require_routers_of_moe(routers, chosen)
+    kinds = {layer.router.select.layer_kind for layer in chosen if layer.router is not None}
+    kinds |= {REGISTRY.layer_kind(one.router) for one in routers if one.router != NATIVE}
+    if kinds - {"moe"}:
+        raise ValueError(NOT_A_ROUTER)
     _require_no_copies(found)
     for moe_layer in chosen:
-        _require_finite_gate(moe_layer)
+        if moe_layer.family is not None:
+            weight = gate_weight(moe_layer.gate, moe_layer.family.weight).detach()
+            if not weight.is_meta and not bool(weight.isfinite().all()):
+                place = f"{moe_layer.name}.{moe_layer.family.gate}"
+                raise ValueError(f"{place}: its weights contain NaN or infinity; the checkpoint is broken.")
     specs = specs_of(model)
     changed = _changed_specs(model, found, wanted, losses)
     former = {moe_layer.name: (moe_layer.router, specs.get(moe_layer.name)) for moe_layer in chosen}
@@ -100,39 +104,31 @@ def reroute(
 
 def set_losses(model: Model, losses: Losses) -> Model:
     """Give the routers of a changed model other losses, in place; routers and their state stay."""
-    specs, terms = specs_of(model), loss_coefficients(losses)
+    specs = specs_of(model)
     if not specs:
         raise ValueError("this model has no router of Holdfast; reroute it with the losses.")
     found = moe_layers(model)
-    changed = {name: replace(spec, losses=terms) for name, spec in specs.items()}
+    changed = {name: replace(spec, losses=losses) for name, spec in specs.items()}
     for moe_layer in found:
         if moe_layer.name in changed:
             owner = moe_layer.gate if moe_layer.router is None else moe_layer.router
-            owner.losses = changed[moe_layer.name].loss_terms()
+            owner.losses = losses
     install_hooks_and_classes(model, found, changed)
     return model
-
-
-def _require_routers_of_moe(routers: Sequence[LayerRouter], chosen: list[MoELayerRef]) -> None:
-    """Raise ValueError if the new router, or one that it would replace, is that of another kind of layer."""
-    kinds = {layer.router.select.layer_kind for layer in chosen if layer.router is not None}
-    kinds |= {REGISTRY.layer_kind(one.router) for one in routers if one.router != NATIVE}
-    if kinds - {"moe"}:
-        raise ValueError(NOT_A_ROUTER)
 
 
 def _changed_specs(
     model: Any, found: list[MoELayerRef], wanted: Mapping[str, LayerRouter], losses: Losses | None
 ) -> dict[str, LayerSpec]:
     """Return a spec for each wanted layer, and for other layers that must take part in a loss or record their routing."""
-    specs, terms = specs_of(model), _loss_coefficients(model, losses, len(found))
-    changed = {
-        layer.name: _spec(layer, specs.get(layer.name), wanted[layer.name], terms) for layer in found if layer.name in wanted
-    }
-    if MODEL_BALANCE in terms:  # the model's own balance loss is over all layers, so ours replaces it in all of them
-        for layer in found:
-            if layer.name not in changed and layer.name not in specs:
-                changed[layer.name] = _spec(layer, None, LayerRouter(NATIVE), terms)
+    specs = specs_of(model)
+    # The model's own balance loss is the mean over all layers, so ours replaces it in all of them.
+    balance = native_balance(model) / len(found) if losses is None else 0.0
+    changed = {}
+    for layer in found:
+        if layer.name in wanted or (balance and layer.name not in specs):
+            one = wanted.get(layer.name, LayerRouter(NATIVE))
+            changed[layer.name] = _spec(layer, specs.get(layer.name), one, losses, balance)
     for before, layer in pairwise(found):  # the layer before one that reads it must record its routing
         if (
             layer.name in changed
@@ -186,7 +182,9 @@ def _restore_sparse(model: Model, found: list[MoELayerRef]) -> Model:
     return model
 
 
-def _spec(moe_layer: MoELayerRef, current: LayerSpec | None, wanted: LayerRouter, losses: dict[str, float]) -> LayerSpec:
+def _spec(
+    moe_layer: MoELayerRef, current: LayerSpec | None, wanted: LayerRouter, losses: Losses | None, balance: float
+) -> LayerSpec:
     router, k, options = wanted.router, wanted.k, wanted.options
     if isinstance(moe_layer.block, SparseLayer):
         assert current is not None
@@ -197,44 +195,21 @@ def _spec(moe_layer: MoELayerRef, current: LayerSpec | None, wanted: LayerRouter
             router=router,
             k=current.k if k is None else k,
             options=options,
-            losses=losses or current.losses,
+            losses=current.losses if losses is None else losses,
             pretrained=True,
-            weights=_weight_rule(moe_layer.block.router) or current.weights or "softmax",
+            # The rule by which the experts are weighted now; a selector may have none.
+            weights=moe_layer.block.router.select.declares.weights_option or current.weights or "softmax",
         )
     own = _native_k(moe_layer)
     if router == NATIVE and k not in (None, own):
         raise ValueError(f"the native router of this model takes k = {own}; for another k, use 'smoe'.")
     # At a balanced load the model's own loss is k, and ours is 1.
-    terms = {"balance": losses[MODEL_BALANCE] * own} if MODEL_BALANCE in losses else losses
-    return LayerSpec(router, own if k is None else k, options, terms)
-
-
-def _weight_rule(router: Router) -> str | None:
-    """Return the rule by which a sparse layer's experts are weighted now; None for a selector without such a rule."""
-    return router.select.declares.weights_option
+    losses = Losses(balance=balance * own) if balance else losses
+    return LayerSpec(router, own if k is None else k, options, losses)
 
 
 def _native_k(moe_layer: MoELayerRef) -> int:
     return int(moe_layer.gate.top_k)
-
-
-def _loss_coefficients(model: Any, losses: Losses | None, layers: int) -> dict[str, float]:
-    """Return the coefficients of the losses; the model's own balance loss, one for all layers, is under MODEL_BALANCE."""
-    if losses is not None:
-        return loss_coefficients(losses)
-    own = native_balance(model)
-    return {MODEL_BALANCE: own / layers} if own else {}
-
-
-@torch.no_grad()
-def _require_finite_gate(moe_layer: MoELayerRef) -> None:
-    if moe_layer.family is None:
-        return
-    weight = gate_weight(moe_layer.gate, moe_layer.family.weight)
-    if not weight.is_meta and not bool(weight.isfinite().all()):
-        raise ValueError(
-            f"{moe_layer.name}.{moe_layer.family.gate}: its weights contain NaN or infinity; the checkpoint is broken."
-        )
 
 
 def sparsify(
@@ -298,9 +273,8 @@ def sparsify(
         _require_sparsifiable(dense, hidden, init)
     copied = init == "copy"
     # The sum over copies equals the dense network only with weights that sum to 1.
-    weights = "softmax" if copied else None
-    terms = loss_coefficients(losses)
-    plain = LayerSpec("smoe", DEFAULT_K if k is None else k, {}, terms, copied, experts, hidden, weights, shared)
+    weights: Literal["softmax"] | None = "softmax" if copied else None
+    plain = LayerSpec("smoe", DEFAULT_K if k is None else k, {}, losses, copied, experts, hidden, weights, shared)
     targets = {dense.name: dense for dense in chosen}
     weights_of = {name: dense_weights(dense) if init == "copy" else None for name, dense in targets.items()}
     specs = sparse_specs(list(targets), routers, plain)
@@ -347,7 +321,14 @@ def _require_sparsifiable(dense: DenseLayer, hidden: int | None, init: str) -> N
         raise ValueError(
             f"config.{dropout} is {getattr(config, dropout)}; experts have no dropout inside, so load the model with 0."
         )
-    _require_dense(dense)
+    for path in (*dense.family.up, dense.family.down):
+        linear: Any = dense.layer.get_submodule(path)
+        weight = getattr(linear, "weight", None)
+        if weight is None or is_quantised(weight) or hasattr(linear, "qweight"):
+            raise ValueError(
+                f"{name}: its feed-forward weights are quantised ({type(linear).__name__}), and experts are copied from "
+                "unquantised weights; sparsify the model before quantising it."
+            )
     weights = dense_weights(dense)
     for weight in weights.values():
         if weight.is_meta:
@@ -359,17 +340,6 @@ def _require_sparsifiable(dense: DenseLayer, hidden: int | None, init: str) -> N
             f"hidden is {hidden}, but a copied expert is as wide as the dense network, {weights['down_proj'].shape[1]}; "
             'leave it out, or use init="random".'
         )
-
-
-def _require_dense(dense: DenseLayer) -> None:
-    for path in (*dense.family.up, dense.family.down):
-        linear: Any = dense.layer.get_submodule(path)
-        weight = getattr(linear, "weight", None)
-        if weight is None or is_quantised(weight) or hasattr(linear, "qweight"):
-            raise ValueError(
-                f"{dense.name}: its feed-forward weights are quantised ({type(linear).__name__}), and experts are copied "
-                "from unquantised weights; sparsify the model before quantising it."
-            )
 
 
 def _with_layer(router: str, layer: LayerKind) -> str:
@@ -391,7 +361,12 @@ def choose_layers(layers: Layers, count: int) -> list[int]:
     if count == 0:
         raise ValueError("this model has no layer to change.")
     if not isinstance(layers, str):
-        return _checked_indices(layers, count)
+        for layer in layers:
+            if not isinstance(layer, int) or not -count <= layer < count:
+                raise ValueError(f"there is no layer {layer!r}: the model has {count}, counted from 0.")
+        if not layers:
+            raise ValueError("layers is empty; name at least one.")
+        return sorted({layer % count for layer in layers})
     if layers == "all":
         return list(range(count))
     if layers == "alternate":
@@ -404,16 +379,6 @@ def choose_layers(layers: Layers, count: int) -> list[int]:
     if not number.isdigit() or not 1 <= int(number) <= count:
         raise ValueError(f"layers is {layers!r}; the model has {count}, so it must be last:1 to last:{count}.")
     return list(range(count - int(number), count))
-
-
-def _checked_indices(layers: Sequence[int], count: int) -> list[int]:
-    for layer in layers:
-        if not isinstance(layer, int) or not -count <= layer < count:
-            raise ValueError(f"there is no layer {layer!r}: the model has {count}, counted from 0.")
-    chosen = sorted({layer % count for layer in layers})
-    if not chosen:
-        raise ValueError("layers is empty; name at least one.")
-    return chosen
 
 
 def require_unwrapped(model: Any) -> None:

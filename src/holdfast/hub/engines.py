@@ -1,7 +1,6 @@
 """Train and save a model on several ranks, and control its routers from a training loop.
 
 shard_experts        expert parallelism: distribute the experts of a model over ranks
-gathered_state       return the full weights of a sharded model, for saving: all ranks call it, the first rank saves
 set_progress         set the training progress of the routers
 router_loss_scale    set the factor of the routers' losses
 calibrate            update router state without training
@@ -129,13 +128,6 @@ def is_sharded(model: nn.Module) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-def gathered_state(model: nn.Module) -> dict[str, Any]:
-    """Return the model's state with full weights on the first rank, and {} on the others. Every rank must call this."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-    return dict(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)))
-
-
 def on_first_rank(action: Callable[[], object]) -> None:
     """Call `action` on the first rank only. If it raises an error, all ranks raise it, so that no rank waits for ever."""
     error: list[Exception | None] = [None]
@@ -237,33 +229,24 @@ def callback_class() -> Any:
             self._sums.clear()
             self._steps = 0
 
-        def on_step_begin(
-            self,
-            args: Any,
-            state: Any,
-            control: Any,
-            model: nn.Module | None = None,
-            optimizer: Any = None,
-            train_dataloader: Any = None,
-            **_: Any,
-        ) -> None:
+        def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
             """Set progress and loss scale."""
+            model = given.get("model")
             if model is None:
                 return
             if state.max_steps > 0:
                 set_progress(model, min(1.0, state.global_step / state.max_steps))
             changed = list(_all_hooks(model))
             if changed:
-                scaler = getattr(optimizer, "scaler", None)
+                scaler = getattr(given.get("optimizer"), "scaler", None)
                 self._scaler_factor = float(scaler.get_scale()) if scaler is not None else 1.0
-                batches = _accumulated_batches(args.gradient_accumulation_steps, state.global_step, train_dataloader)
+                steps, data = args.gradient_accumulation_steps, given.get("train_dataloader")
+                batches = _accumulated_batches(steps, state.global_step, data)
                 router_loss_scale(model, self._scaler_factor / batches)
             for hooks in changed:
                 hooks.collector.sums = {}
 
-        def on_pre_optimizer_step(
-            self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any
-        ) -> None:
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
             """Count the losses of this step."""
             self._steps += 1
             for hooks in [] if model is None else _all_hooks(model):

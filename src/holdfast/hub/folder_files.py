@@ -142,13 +142,13 @@ def unwrapped_config(section: Mapping[str, Any]) -> dict[str, Any]:
 
 def without_code(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config without entries that name code."""
-    return {name: _inner_without_code(value) for name, value in values.items() if name not in CODE}
 
+    def clean(value: Any) -> Any:
+        if isinstance(value, list):
+            return [clean(entry) for entry in value]
+        return without_code(value) if isinstance(value, dict) else value
 
-def _inner_without_code(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_inner_without_code(entry) for entry in value]
-    return without_code(value) if isinstance(value, dict) else value
+    return {name: clean(value) for name, value in values.items() if name not in CODE}
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -287,10 +287,15 @@ def downloaded_folder(name: str, **options: Any) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=FILES, **options))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as problem:
-        reason = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
         raise ValueError(
-            f"there is no folder {name}, and no model of that name could be fetched from the hub ({reason})."
+            f"there is no folder {name}, and no model of that name could be fetched from the hub ({first_line(problem)})."
         ) from None
+
+
+def first_line(problem: Exception) -> str:
+    """Return the first line of an exception's message, with the second one if the first ends in a colon."""
+    lines = (str(problem).strip() or type(problem).__name__).splitlines()
+    return f"{lines[0]} {lines[1].strip()}" if lines[0].endswith(":") and len(lines) > 1 else lines[0]
 
 
 Shapes = dict[str, tuple[int, ...]]  # of weights, by name
@@ -479,9 +484,16 @@ def write_card(folder: Path, model: Any) -> None:
 
 def _with_transformers(folder: Path, model: Any) -> str:
     """Return the part of a model card about classes of transformers that open this folder."""
-    auto = _auto_class(model)
-    if auto is None:
+    from transformers.models.auto import modeling_auto
+
+    autos = []  # the Auto classes that give a model of this class
+    for name, auto in vars(modeling_auto).items():
+        mapping = getattr(auto, "_model_mapping", None)
+        if isinstance(auto, type) and mapping is not None and type(model.config) in mapping:
+            autos += [name] if mapping[type(model.config)] is type(model) else []
+    if not autos:
         return ""
+    auto = next((name for name in PIPELINES if name in autos), autos[0])
     after = "After `import holdfast`, transformers loads it too:"
     text = WITH_TRANSFORMERS.format(sentence=after, name=auto, line=f'model = {auto}.from_pretrained(".")')
     task, needed = PIPELINES.get(auto, ("", ""))
@@ -493,15 +505,3 @@ def _with_transformers(folder: Path, model: Any) -> str:
     else:
         name, line, sentence = "pipeline", f'run = pipeline("{task}", ".")', "Or as a pipeline:"
     return text + WITH_TRANSFORMERS.format(sentence=sentence, name=name, line=line)
-
-
-def _auto_class(model: Any) -> str | None:
-    """Return the name of the Auto class that gives a model of this class, one that a pipeline uses if there are several."""
-    from transformers.models.auto import modeling_auto
-
-    found = []
-    for name, auto in vars(modeling_auto).items():
-        mapping = getattr(auto, "_model_mapping", None)
-        if isinstance(auto, type) and mapping is not None and type(model.config) in mapping:
-            found += [name] if mapping[type(model.config)] is type(model) else []
-    return next((name for name in PIPELINES if name in found), next(iter(found), None))

@@ -11,7 +11,7 @@
 import warnings
 from collections.abc import Mapping
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -19,16 +19,15 @@ from torch import nn
 from holdfast.hub.context import NOT_CAUSAL, ContextCapture
 from holdfast.hub.families import (
     DenseLayer,
-    dense_layers,
     device_and_dtype,
+    initial_std,
     linear_shape,
     new_experts,
     routing_from_gate,
     text_config,
 )
-from holdfast.hub.forwards import ForwardHooks
-from holdfast.hub.layers import MoELayerRef, layer_infos, moe_layers, require_modalities, vocabulary_of
-from holdfast.hub.losses import LossCollector
+from holdfast.hub.forwards import ForwardHooks, LossCollector, is_called_alone
+from holdfast.hub.layers import MoELayerRef, dense_layers, layer_infos, moe_layers, require_modalities, vocabulary_of
 from holdfast.hub.replacements import (
     GateScore,
     ReroutedGate,
@@ -36,7 +35,6 @@ from holdfast.hub.replacements import (
     has_foreign_forward,
     has_known_layout,
     install_gate,
-    replaying_layers,
     use_holdfast_experts,
 )
 from holdfast.hub.specs import NATIVE, LayerInfo, LayerSpec, build_routers, linked_in_order
@@ -45,7 +43,6 @@ from holdfast.layers.moe import LAYER_NAMES, not_causal
 from holdfast.layers.upcycling import new_shared
 from holdfast.routing import Router, join_routers
 from holdfast.routing.registry import HostModel
-from holdfast.routing.threads import is_called_alone
 
 Module = TypeVar("Module", bound=nn.Module)
 MODIFIED_IN_MEMORY = " (changed in memory by Holdfast: save the model and load that folder, or pass the model itself)"
@@ -56,21 +53,16 @@ def install_specs(model: nn.Module, specs: Mapping[str, LayerSpec]) -> list[MoEL
     """Change the layers of a fresh model as `specs` say and return its MoE layers. Weights are loaded afterwards."""
     for router in {spec.router for spec in specs.values()}:
         require_modalities(model, router)
-    if any(spec.experts is not None for spec in specs.values()):
-        layers = dense_layers(model)
-        _require_present(specs, layers)
-        make_sparse({name: layers[name] for name in specs}, specs)
-        return moe_layers(model)
-    found = moe_layers(model)
-    _require_present(specs, {moe_layer.name: moe_layer for moe_layer in found})
-    reroute_layers(found, specs)
-    return found
-
-
-def _require_present(specs: Mapping[str, LayerSpec], layers: Mapping[str, Any]) -> None:
+    is_dense = any(spec.experts is not None for spec in specs.values())
+    layers: dict[str, Any] = dense_layers(model) if is_dense else {layer.name: layer for layer in moe_layers(model)}
     for name in specs:
         if name not in layers:
             raise ValueError(f"its config names a layer {name!r} that the model does not have.")
+    if is_dense:
+        make_sparse({name: layers[name] for name in specs}, specs)
+        return moe_layers(model)
+    reroute_layers(list(layers.values()), specs)
+    return list(layers.values())
 
 
 def reroute_layers(found: list[MoELayerRef], specs: Mapping[str, LayerSpec]) -> None:
@@ -81,8 +73,26 @@ def reroute_layers(found: list[MoELayerRef], specs: Mapping[str, LayerSpec]) -> 
         if moe_layer.name in built:
             require_runnable(moe_layer, built[moe_layer.name])
     for moe_layer in found:
-        if moe_layer.name in built:
-            _install_router(moe_layer, specs[moe_layer.name], hosts[moe_layer.name], built[moe_layer.name])
+        if moe_layer.name not in built:
+            continue
+        router, family = built[moe_layer.name], moe_layer.family
+        if isinstance(moe_layer.block, SparseLayer):
+            assert router is not None
+            experts = moe_layer.block.experts
+            router = router.to(**device_and_dtype(experts.down_proj, experts)).train(moe_layer.block.training)
+            moe_layer.block.router = _mark_initialised(router)
+            continue
+        assert family is not None
+        gate = moe_layer.gate
+        if router is not None:  # None means the family's own rule
+            placed = device_and_dtype(gate.get_parameter(family.weight), gate)
+            router = _mark_initialised(router.to(**placed).train(gate.training))
+        losses = specs[moe_layer.name].losses if router is None else None
+        install_gate(gate, router, losses, family, moe_layer.block)
+        # A router with a score of its own leaves the gate's weights unused, and parameters without a gradient stop DDP.
+        is_used = router is None or router.score.declares.reusable_score is hosts[moe_layer.name].score
+        if is_used == hasattr(gate, "was_trained"):
+            set_gate_trainable(gate, is_used)
 
 
 def host_of(moe_layer: MoELayerRef, spec: LayerSpec) -> HostModel:
@@ -117,27 +127,6 @@ def require_runnable(moe_layer: MoELayerRef, router: Router | None) -> None:
             f"{moe_layer.name}: {type(moe_layer.experts).__name__} of this transformers cannot run a router that uses a "
             "different number of experts for each token; update transformers, or choose a router with a fixed k."
         )
-
-
-def _install_router(moe_layer: MoELayerRef, spec: LayerSpec, host: HostModel, router: Router | None) -> None:
-    """Put a router into the layer; `router=None` means the family's own rule."""
-    if isinstance(moe_layer.block, SparseLayer):
-        assert router is not None
-        experts = moe_layer.block.experts
-        router = router.to(**device_and_dtype(experts.down_proj, experts)).train(moe_layer.block.training)
-        moe_layer.block.router = _mark_initialised(router)
-        return
-    family, gate = moe_layer.family, moe_layer.gate
-    assert family is not None
-    weight = gate.get_parameter(family.weight)
-    if router is not None:
-        router = _mark_initialised(router.to(**device_and_dtype(weight, gate)).train(gate.training))
-    losses = spec.loss_terms() if router is None else None
-    install_gate(gate, router, family.rule_of(moe_layer.block), losses, family)
-    # A router with a score of its own leaves the gate's weights unused, and parameters without a gradient stop DDP.
-    is_used = router is None or router.score.declares.reusable_score is host.score
-    if is_used == hasattr(gate, "was_trained"):
-        set_gate_trainable(gate, is_used)
 
 
 def set_gate_trainable(gate: Any, trainable: bool) -> None:
@@ -198,35 +187,27 @@ def initialise(model: nn.Module, specs: Mapping[str, LayerSpec]) -> None:
 
     Tensors that were loaded from a checkpoint keep their values: transformers has marked those.
     """
+    from transformers import initialization
+
     found = moe_layers(model)
     for moe_layer in found:
-        if moe_layer.family is None and not hasattr(moe_layer.experts, "_is_started"):
-            _initialise_experts(moe_layer.experts, float(getattr(moe_layer.config, "initializer_range", None) or 0.02))
-        if moe_layer.router is not None and not hasattr(moe_layer.router, "_is_started"):
+        experts, router = moe_layer.experts, cast(Any, moe_layer.router)
+        if moe_layer.family is None and not hasattr(experts, "_is_started"):
+            std = initial_std(moe_layer.config)
+            for name, parameter in experts.named_parameters(recurse=False):
+                initialization.zeros_(parameter) if name.endswith("_bias") else initialization.normal_(parameter, std=std)
+            experts._is_started = True
+        if router is not None and not hasattr(router, "_is_started"):
             name, spec = moe_layer.name, specs[moe_layer.name]
             host = HostModel(rule=spec.rule()) if moe_layer.family is None else host_of(moe_layer, spec)
             with torch.device("cpu"):
                 fresh = build_routers(layer_infos(found), {name: spec}, {name: host})[name]
             assert fresh is not None
-            _initialise_router(moe_layer.router, fresh)
+            values = dict(chain(fresh.named_parameters(), fresh.named_buffers()))
+            for name, tensor in chain(router.named_parameters(), router.named_buffers()):
+                initialization.copy_(tensor, values[name])
+            router._is_started = True
     name_layers(model)
-
-
-def _initialise_experts(experts: Any, std: float) -> None:
-    from transformers import initialization
-
-    for name, parameter in experts.named_parameters(recurse=False):
-        initialization.zeros_(parameter) if name.endswith("_bias") else initialization.normal_(parameter, std=std)
-    experts._is_started = True
-
-
-def _initialise_router(router: Any, fresh: Router) -> None:
-    from transformers import initialization
-
-    values = dict(chain(fresh.named_parameters(), fresh.named_buffers()))
-    for name, tensor in chain(router.named_parameters(), router.named_buffers()):
-        initialization.copy_(tensor, values[name])
-    router._is_started = True
 
 
 class ModelHooks:
@@ -235,25 +216,19 @@ class ModelHooks:
     def __init__(self, model: nn.Module, found: list[MoELayerRef], specs: Mapping[str, LayerSpec]) -> None:
         routers = [layer.router for layer in found if layer.name in specs and layer.router is not None]
         join_routers(routers)
-        has_losses = any(spec.losses for spec in specs.values())
-        balance_on_request = not has_losses and any(spec.router != NATIVE for spec in specs.values())
         self.specs = dict(specs)
-        self.collector = LossCollector(
-            model,
-            native_coefficient=float(model.__dict__.get("_native_balance", 0.0)),
-            aux_loss_divisor=float(getattr(text_config(model), "router_aux_loss_coef", 1.0)) or 1.0,
-            balance_on_request=balance_on_request,
-            adds_logits=found[0].family is None,
-            has_losses=has_losses,
-        )
-        self.forwards = ForwardHooks(model, routers, self.collector, replaying_layers(model))
+        self.collector = LossCollector(model, specs, adds_logits=found[0].family is None)
+        balance_on_request = self.collector.balance_on_request
+        self.forwards = ForwardHooks(model, routers, self.collector, len(specs))
         by_name: dict[str, ContextCapture] = {}
         for layer, info in zip(found, layer_infos(found), strict=True):
             if layer.name in specs:
                 previous = by_name.get(info.before.name) if info.before else None
                 spec = specs[layer.name]
                 idle = layer.router is None and not spec.losses and not balance_on_request
-                capture = ContextCapture(layer.router, layer.layer_modules, self.forwards, previous, spec.k, idle)
+                capture = ContextCapture(
+                    layer.router, layer.layer_modules, self.forwards, previous, spec.k, len(by_name), idle
+                )
                 by_name[layer.name] = capture
                 holder = layer.block if layer.family is None else layer.gate
                 holder.context_capture = capture
@@ -297,7 +272,7 @@ class NativeGateBalance:
         assert moe_layer.family is not None
         self.rule, self.k = moe_layer.family.rule_of(moe_layer.block), int(moe_layer.gate.top_k)
         self.forwards = forwards
-        self.context_capture = ContextCapture(None, moe_layer.layer_modules, forwards, None, self.k)
+        self.context_capture = ContextCapture(None, moe_layer.layer_modules, forwards, None, self.k, forwards.layers)
         self.handle = moe_layer.gate.register_forward_hook(self)
 
     def __call__(self, gate: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
@@ -326,12 +301,19 @@ def specs_of(model: nn.Module) -> dict[str, LayerSpec]:
     return {} if hooks is None else dict(hooks.specs)
 
 
-def install_hooks(model: nn.Module, found: list[MoELayerRef], specs: Mapping[str, LayerSpec]) -> None:
+def install_hooks(model: Any, found: list[MoELayerRef], specs: Mapping[str, LayerSpec]) -> None:
     """Put hooks on the layers that `specs` names, in the place of all earlier hooks."""
     current = hooks_of(model)
     if current is not None:
         current.remove()
-    _replace_native_balance(model, specs)
+    # The family computes its balance loss from the top-k of the logits, whatever experts were selected. So it is off where a
+    # router of ours selects or has losses.
+    if any(spec.losses or spec.router != NATIVE for spec in specs.values()):
+        if hasattr(model, "router_aux_loss_coef"):  # used in any forward for which router logits are requested
+            model.__dict__.setdefault("_native_balance", model.router_aux_loss_coef)
+            model.router_aux_loss_coef = 0.0
+    elif "_native_balance" in model.__dict__:
+        model.router_aux_loss_coef = model.__dict__.pop("_native_balance")
     _add_moe_entries(text_config(model), specs)
     for moe_layer in found:
         if moe_layer.family is not None and hasattr(moe_layer.experts, "config"):
@@ -353,19 +335,6 @@ def native_balance(model: Any) -> float:
     """Return the coefficient of the balance loss that the model adds in training, also while ours replaces it."""
     coefficient = model.__dict__.get("_native_balance", getattr(model, "router_aux_loss_coef", 0.0))
     return float(coefficient) if getattr(model.config, "output_router_logits", False) else 0.0
-
-
-def _replace_native_balance(model: Any, specs: Mapping[str, LayerSpec]) -> None:
-    """Switch the family's balance loss off where a router of ours selects or has losses; else switch it on again.
-
-    The family computes it from the top-k of the logits, whatever experts were selected.
-    """
-    if any(spec.losses or spec.router != NATIVE for spec in specs.values()):
-        if hasattr(model, "router_aux_loss_coef"):  # used in any forward for which router logits are requested
-            model.__dict__.setdefault("_native_balance", model.router_aux_loss_coef)
-            model.router_aux_loss_coef = 0.0
-    elif "_native_balance" in model.__dict__:
-        model.router_aux_loss_coef = model.__dict__.pop("_native_balance")
 
 
 def _add_moe_entries(config: Any, specs: Mapping[str, LayerSpec]) -> None:

@@ -1,4 +1,7 @@
-"""The MoE layers of a model and the modules around them; `moe_layers` finds all of them, changed or not."""
+"""Find the family of a model and its layers: those that `sparsify` can change, and the MoE layers, changed or not.
+
+`moe_layers` finds every MoE layer with the modules around it. Everything that reads or changes routers calls it.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,25 +11,76 @@ from torch import nn
 
 from holdfast.hub.adapters import active_module
 from holdfast.hub.context import LayerModules
-from holdfast.hub.families import (
-    DENSE_FAMILIES,
-    DenseFamily,
-    MoEFamily,
-    check_registered,
-    dense_family,
-    find_submodule,
-    has_experts,
-    image_tokens,
-    layers_of,
-    mixer_of,
-    moe_family,
-    text_config,
-)
+from holdfast.hub.families import DENSE_FAMILIES, MOE_FAMILIES, DenseFamily, DenseLayer, MoEFamily, text_config
+from holdfast.hub.families.recognition import check_declared, fused_experts, recognise
+from holdfast.hub.forwards import image_tokens
 from holdfast.hub.replacements import SparseLayer
 from holdfast.hub.specs import LayerInfo, linked_in_order, reads
 from holdfast.routing import Router
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # the config's names for the number of experts
+_REGISTERED: set[str] = set()  # model types of rows that `register_family` added; our own rows are checked by tests
+
+
+def register_family(family: MoEFamily | DenseFamily) -> None:
+    """Declare a family that Holdfast does not know, for this process: `reroute`, `sparsify`, `load` and all others use it.
+
+    The row of an MoE family is checked when a model of it is first used: its layers must be all the MoE layers of the
+    model, and its gate, alone, must rank and weight experts as the declared rule does, gradients included. A model that
+    does not pass raises ValueError.
+    """
+    if not isinstance(family, MoEFamily | DenseFamily):
+        raise ValueError(f"a family is a holdfast.hub.MoEFamily or DenseFamily, not a {type(family).__name__}.")
+    table: dict[str, Any] = MOE_FAMILIES if isinstance(family, MoEFamily) else DENSE_FAMILIES
+    if family.model_type in table and table[family.model_type] != family:
+        raise ValueError(f"{family.model_type} has a row already; it cannot be declared in two ways.")
+    if isinstance(family, MoEFamily):
+        _REGISTERED.add(family.model_type)
+    table[family.model_type] = family
+
+
+def moe_family(model: nn.Module) -> MoEFamily:
+    """Return the row of an MoE model's family, declared or recognised. Raise ValueError with the reason if there is none."""
+    model_type = _model_type(model)
+    if model_type in MOE_FAMILIES:
+        return MOE_FAMILIES[model_type]
+    recognised = recognise(model)
+    if recognised is not None:
+        return recognised
+    if model_type in DENSE_FAMILIES:
+        raise ValueError(f"{model_type} is a dense family. Make a dense model an MoE with holdfast.sparsify.")
+    raise ValueError(
+        f"this {model_type} model has no experts with fused weights, by which Holdfast recognises MoE layers. Declare the "
+        "family with holdfast.register_family."
+    )
+
+
+def dense_family(model: nn.Module) -> DenseFamily:
+    """Return the row of a dense model's family. Raise ValueError with advice if there is none."""
+    model_type = _model_type(model)
+    if model_type not in DENSE_FAMILIES:
+        if has_experts(model):
+            raise ValueError(f"{model_type} is an MoE family. Change the routers of an MoE with holdfast.reroute.")
+        raise ValueError(
+            f"Holdfast does not know where the feed-forward networks of {model_type} are. Declare the family with "
+            f"holdfast.register_family; known are {', '.join(sorted(DENSE_FAMILIES))}."
+        )
+    return DENSE_FAMILIES[model_type]
+
+
+def _model_type(model: nn.Module) -> str:
+    model_type: Any = getattr(getattr(model, "config", None), "model_type", None)
+    if model_type is None:
+        raise ValueError(
+            f"{type(model).__name__} is not a Hugging Face model (it has no config.model_type) and contains no Router."
+        )
+    return str(model_type)
+
+
+def has_experts(model: nn.Module) -> bool:
+    """Whether the model is of a declared MoE family, or has experts with fused weights."""
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    return model_type in MOE_FAMILIES or next(fused_experts(model), None) is not None
 
 
 @dataclass(frozen=True)
@@ -104,15 +158,53 @@ def moe_layers(model: nn.Module) -> list[MoELayerRef]:
         if found:
             return found
     family = moe_family(model)
-    found = []
-    for name, layer in layers_of(family, model):
-        found.append(MoELayerRef(f"{name}.{family.block}".lstrip("."), _modules_of(layer, family), family))
+    wanted, found = [f"{family.block}.{family.gate}", f"{family.block}.{family.experts}"], []
+    for name, layer in model.named_modules():
+        if mixer_of(family, layer) is not None and all(find_submodule(layer, path) is not None for path in wanted):
+            found.append(MoELayerRef(f"{name}.{family.block}".lstrip("."), _modules_of(layer, family), family))
     _require_all(model, found, _moe_modules(family, model, found))
-    _require_own_experts(found)
-    check_registered(family, ((moe_layer.name, moe_layer.block) for moe_layer in found))
+    owners: dict[int, str] = {}
+    for moe_layer in found:
+        for part in (moe_layer.gate, moe_layer.experts):
+            owner = owners.setdefault(id(part), moe_layer.name)
+            if owner != moe_layer.name:  # a change of one layer would change the other
+                raise ValueError(f"the MoE layers {owner} and {moe_layer.name} share one {type(part).__name__}.")
+        if family.model_type in _REGISTERED:
+            check_declared(family, moe_layer.name, moe_layer.block)
     if not found:
         raise ValueError(f"this {family.model_type} model has no MoE layer.")
     return found
+
+
+def dense_layers(model: Any) -> dict[str, DenseLayer]:
+    """Return every layer of a dense model that `sparsify` can change, by the name of the module that it replaces.
+
+    Raise ValueError with advice if the family is not known.
+    """
+    found = {}
+    rows = dense_family(model).rows
+    for name, module in model.named_modules():
+        for row in rows:
+            wanted = (row.attention, row.projection, *row.up, row.down)
+            if all(find_submodule(module, path) is not None for path in wanted):
+                config = getattr(module.get_submodule(row.attention), "config", None) or text_config(model)
+                place = f"{name}.{row.place}".lstrip(".")
+                found[place] = DenseLayer(place, module, row, config)
+    return found
+
+
+def mixer_of(family: MoEFamily, layer: nn.Module) -> str | None:
+    """Return the path of a layer's attention, or of the recurrent module in its place; None if it has neither."""
+    paths = [family.attention] if family.recurrent is None else [family.attention, family.recurrent]
+    return next((path for path in paths if find_submodule(layer, path) is not None), None)
+
+
+def find_submodule(module: nn.Module, path: str) -> nn.Module | None:
+    """Return the submodule at `path`; None if there is none."""
+    current: nn.Module | None = module
+    for step in path.split("."):
+        current = None if current is None else current._modules.get(step)
+    return current
 
 
 def layer_infos(found: list[MoELayerRef]) -> list[LayerInfo]:
@@ -189,20 +281,9 @@ def _require_all(model: Any, found: list[MoELayerRef], expected: Iterator[tuple[
         )
 
 
-def _require_own_experts(found: list[MoELayerRef]) -> None:
-    """Raise ValueError if two MoE layers share their experts or their gate: a change of one would change the other."""
-    owners: dict[int, str] = {}
-    for moe_layer in found:
-        for part in (moe_layer.gate, moe_layer.experts):
-            other = owners.setdefault(id(part), moe_layer.name)
-            if other != moe_layer.name:
-                raise ValueError(f"the MoE layers {other} and {moe_layer.name} share one {type(part).__name__}.")
-
-
 def _moe_modules(family: MoEFamily, model: Any, found: list[MoELayerRef]) -> Iterator[tuple[str, nn.Module]]:
     """Yield every module that looks like an MoE layer: with a gate and experts, or with a weight for each expert."""
-    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
-    counts = {getattr(config, name, None) for name in EXPERT_COUNTS} | {moe_layer.size[1] for moe_layer in found}
+    counts = {getattr(text_config(model), name, None) for name in EXPERT_COUNTS} | {moe_layer.size[1] for moe_layer in found}
     for name, module in model.named_modules():
         weights = (parameter for parameter in module.parameters(recurse=False) if parameter.dim() == 3)
         stacked = not isinstance(module, nn.modules.conv._ConvNd) and any(weight.shape[0] in counts for weight in weights)

@@ -22,6 +22,7 @@ from holdfast.hub.folder_files import (
     config_class,
     downloaded_folder,
     family_values,
+    first_line,
     is_modified,
     require_all_used,
     require_writable,
@@ -32,7 +33,7 @@ from holdfast.hub.folder_files import (
 )
 from holdfast.hub.install import initialise, install_hooks, install_specs, require_runnable
 from holdfast.hub.layers import MoELayerRef, moe_layers
-from holdfast.hub.specs import LayerSpec, describe, names_in_base, names_in_model, read_specs
+from holdfast.hub.specs import LayerSpec, describe, names_in_model, read_specs
 from holdfast.layers import name_layers
 from holdfast.model_size import require_sane_size
 
@@ -98,7 +99,7 @@ class ModifiedModel(SavesRouterState):
         if not is_modified(written, folder) and not isinstance(config, ModifiedConfig):
             return family.from_pretrained(name, *arguments, config=config, **options)
         if not hasattr(config, "to_dict"):
-            config, options = read_modified(folder, written, options)
+            config, options = config_and_options(folder, written, options)
         require_sane_size(folder, cls, config, options)
         wants_info = options.pop("output_loading_info", False)
         for option in HUB_OPTIONS:
@@ -122,7 +123,9 @@ class ModifiedModel(SavesRouterState):
         # A Trainer is the caller that names `state_dict`, also with None. It resumes by the names of weights in the model,
         # so these are written for it. Without `state_dict`, weights get the names of the family's checkpoints.
         options.setdefault("save_original_format", "state_dict" not in options)
-        _require_all_weights(self, options)
+        is_distributed = getattr(self.config, "distributed_config", None) is not None  # type: ignore[attr-defined]
+        if options.get("state_dict") is None and is_sharded(self) and not is_distributed:  # type: ignore[arg-type]
+            raise ValueError("the weights are sharded over ranks; call holdfast.save on every rank, which gathers them.")
         require_writable(self)
         super().save_pretrained(save_directory, *arguments, **options)  # type: ignore[misc]
         if options.get("is_main_process", True):
@@ -175,28 +178,25 @@ def install_hooks_and_classes(model: Any, found: list[MoELayerRef], specs: Mappi
     if not specs:
         restore_save_classes(model)
         return
-    install_save_classes(model, describe(model.config.model_type, specs))
-    name_layers(model)
-
-
-def install_save_classes(model: nn.Module, description: dict[str, Any]) -> None:
-    """Make `model.save_pretrained` write the description of the changes too."""
-    config: Any = model.config
-    base = _base_model(config)
-    layers = names_in_base(model, description["layers"])
-    config.holdfast = {**description, **({} if base is None else {"base_model": base}), "layers": layers}
+    config, description = model.config, describe(model, specs)
+    former = getattr(config, "holdfast", None)
+    base = former.get("base_model") if isinstance(former, dict) else getattr(config, "name_or_path", None)
+    if isinstance(base, str) and HUB_NAME.fullmatch(base) and ".." not in base and not Path(base).exists():
+        description["base_model"] = base  # the hub id of the model that was changed
+    config.holdfast = description
     if not isinstance(config, ModifiedConfig):
         config.__class__ = modified_config_class(type(config))
     if not isinstance(model, ModifiedModel):
         model.__class__ = modified_class(type(model))
     for name, part in _models_in(model):
-        has_changes = any(layer.startswith(f"{name}.") for layer in description["layers"])
+        has_changes = any(layer.startswith(f"{name}.") for layer in specs)
         if has_changes and not isinstance(part, ModifiedModel | ModifiedSubmodel):
             same_config = part.config is config
             part.__class__ = modified_class(type(part)) if same_config else with_mixin(type(part), ModifiedSubmodel)
     model._modules.pop(ROUTER_STATE, None)  # that of the routers before this change
     add_router_state(model)
     model.__dict__.pop("_weight_conversions", None)  # of the folder it was loaded from: save as the family's checkpoints are
+    name_layers(model)
 
 
 def restore_save_classes(model: nn.Module) -> None:
@@ -216,32 +216,18 @@ def _models_in(model: nn.Module) -> list[tuple[str, Any]]:
     return [(name, part) for name, part in model.named_modules() if name and hasattr(part, "save_pretrained")]
 
 
-def _base_model(config: Any) -> str | None:
-    """Return the hub id of the model that was changed; None if it is not known, or a local path."""
-    former = getattr(config, "holdfast", None)
-    name = former.get("base_model") if isinstance(former, dict) else getattr(config, "name_or_path", None)
-    known = isinstance(name, str) and HUB_NAME.fullmatch(name) and ".." not in name and not Path(name).exists()
-    return str(name) if known else None
-
-
-def _require_all_weights(model: Any, options: dict[str, Any]) -> None:
-    """Raise ValueError if this rank has only a part of the weights, which would be written as if they were all."""
-    if options.get("state_dict") is None and is_sharded(model) and getattr(model.config, "distributed_config", None) is None:
-        raise ValueError("the weights are sharded over ranks; call holdfast.save on every rank, which gathers them.")
-
-
-def read_modified(folder: object, written: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the config from the config.json of a changed model, with `options` applied, and the options for the model."""
+def config_and_options(folder: Path, written: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the config from a config.json with the `options` that it has entries for, and the other options."""
     values = family_values(written, folder)
-    kind = modified_config_class(config_class(values.get("model_type"), folder))
-    return with_options(kind, values, options)
-
-
-def with_options(kind: Any, values: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return a config of class `kind` from `values` and the `options` that it has entries for, and the other options."""
+    kind = config_class(values.get("model_type"), folder)
+    kind = modified_config_class(kind) if is_modified(written, folder) else kind
     for_model = {name: value for name, value in options.items() if name in MODEL_OPTIONS}
     for_config = {name: value for name, value in options.items() if name not in for_model}
-    config, unused = kind.from_dict(dict(values), return_unused_kwargs=True, **for_config)
+    try:
+        config, unused = kind.from_dict(dict(values), return_unused_kwargs=True, **for_config)
+    except Exception as problem:  # a config's own checks raise any kind of exception
+        file, family = folder / "config.json", values.get("model_type")
+        raise ValueError(f"{file} does not fit {family}: {first_line(problem)}") from None
     return config, {**unused, **for_model}
 
 

@@ -5,7 +5,7 @@ What happens to the tokens of an MoE layer in a changed model, step by step:
     attention     If the router reads attention, `_attention_with_capture` calls the model's own attention function and
                   hands its queries, keys, values and mask to the layer's `ContextCapture` (context.py).
     gate          `ReroutedGate.forward` gets the router's `Context` from the `ContextCapture`, calls the router, passes the
-                  routing to `record_routing` (which attaches the router's losses, losses.py), and returns logits, weights
+                  routing to `record_routing` (which attaches the router's losses, forwards.py), and returns logits, weights
                   and expert indices in the order of the family.
     experts       The family's own experts function runs the selected experts. `_holdfast_experts` runs them instead if slots
                   can be unused or experts are sharded over ranks.
@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from holdfast.hub.adapters import active_module, with_mixin, without_mixin
 from holdfast.hub.families import MoEFamily, routing_from_gate
+from holdfast.hub.forwards import PerThread, is_called_alone
 from holdfast.kernels.quantised import FLOATS, as_float, is_quantised
 from holdfast.layers import LAYERS, Experts
 from holdfast.layers.experts import UNKNOWN_FORMAT, activate_used_rows, run_experts
@@ -40,7 +41,6 @@ from holdfast.routing.records import Context, Projection
 from holdfast.routing.replaying import checked_slots
 from holdfast.routing.rules import Rule, Scores, Selection
 from holdfast.routing.scores import weights_loaded
-from holdfast.routing.threads import PerThread, is_called_alone
 
 NAME = "holdfast"  # the name of Holdfast's functions in transformers' tables of attention and experts functions
 ATTENTION, EXPERTS = "_attn_implementation", "_experts_implementation"  # config entries that choose such a function
@@ -104,7 +104,8 @@ class ReroutedGate:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Record the routing of the family's own gate, if it is needed, and attach this layer's losses to its weights.
 
-        With recorded routes, replace its experts by them. A token whose recorded set is its live set keeps what it has.
+        With recorded routes, replace its experts by them, weighted by the family's rule. A token whose recorded set is its
+        live set keeps what it has.
         """
         capture = self.context_capture
         has_losses = self.training and self.losses is not None and capture.learning
@@ -113,7 +114,14 @@ class ReroutedGate:
         routing = routing_from_gate(output, self.rule)
         logits, weights, experts = output if output[0].is_floating_point() else output[::-1]
         if context.replayed is not None:
-            routing, is_live = self._replay(routing, context.replayed, weights.shape[:-1])
+            live, k = routing, routing.experts.shape[-1]
+            shape, count = torch.Size((1, len(live.gates))), live.gates.shape[-1]
+            slots = checked_slots(context.replayed.to(live.gates.device), shape, count, k, "a native gate").squeeze(0)
+            slots = slots.where((slots >= 0).all(-1, keepdim=True), live.experts)
+            scores, selection = Scores.from_routing(live, informed=False), Selection.from_routing(live, self.native_scale)
+            held = self.rule.held_weights(slots.unsqueeze(0), scores, selection).squeeze(0)
+            routing = replace(live, experts=slots, weights=held)
+            is_live = (routing.chosen == live.chosen).all(-1).view(*weights.shape[:-1], 1)
             weights = weights.where(is_live, routing.weights.view(weights.shape).to(weights.dtype))
             experts = experts.where(is_live, routing.experts.view(experts.shape).to(experts.dtype))
         if has_losses:
@@ -121,28 +129,13 @@ class ReroutedGate:
         weights = capture.record_routing(tokens, routing, context, self.losses, weights)
         return (logits, weights, experts) if output[0].is_floating_point() else (experts, weights, logits)
 
-    def _replay(self, live: Routing, replayed: Tensor, tokens: torch.Size) -> tuple[Routing, Tensor]:
-        """Return the routing with the recorded experts, weighted by the family's rule, and (*tokens,1): tokens to keep."""
-        shape, (experts, k) = torch.Size((1, len(live.gates))), (live.gates.shape[-1], live.experts.shape[-1])
-        slots = checked_slots(replayed.to(live.gates.device), shape, experts, k, "a native gate").squeeze(0)
-        slots = slots.where((slots >= 0).all(-1, keepdim=True), live.experts)
-        scores, selection = Scores.from_routing(live, informed=False), Selection.from_routing(live, self.native_scale)
-        weights = self.rule.held_weights(slots.unsqueeze(0), scores, selection).squeeze(0)
-        changed = replace(live, experts=slots, weights=weights)
-        return changed, (changed.chosen == live.chosen).all(-1).view(*tokens, 1)
 
-
-def install_gate(gate: Any, router: Router | None, rule: Rule, losses: Any, family: MoEFamily) -> None:
+def install_gate(gate: Any, router: Router | None, losses: Any, family: MoEFamily, block: nn.Module) -> None:
     """Put a router into a family's gate; with `router=None` the gate still selects the experts by itself."""
     if not isinstance(gate, ReroutedGate):
         _set_class(gate, with_mixin(type(gate), ReroutedGate))
-    gate.holdfast, gate.rule, gate.losses, gate.usual_order = router, rule, losses, family.usual_order
-    gate.native_scale = 1.0 if family.scale is None else float(getattr(gate, family.scale))
-
-
-def replaying_layers(model: nn.Module) -> int:
-    """Return how many layers of a changed model can replay recorded routes."""
-    return sum(isinstance(module, ReroutedGate | SparseLayer) for module in model.modules())
+    gate.holdfast, gate.losses, gate.usual_order = router, losses, family.usual_order
+    gate.rule, gate.native_scale = family.rule_of(block), family.scale_of(block)
 
 
 def uninstall_gate(gate: nn.Module) -> None:
@@ -222,7 +215,7 @@ class SparseLayer(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         capture, called, shape = self.context_capture, self.router, hidden_states.shape
-        router = active_module(called)
+        router = called if isinstance(called, Router) else active_module(called)
         hidden_states, context = capture.prepare(hidden_states, router)
         routing = called(hidden_states, context)
         weights = capture.record_routing(hidden_states, routing, context, router.losses)
@@ -235,27 +228,27 @@ class SparseLayer(nn.Module):
         return out if self.dropout is None else self.dropout(out)
 
 
-class _ThreadOverride(PerThread):
-    """Whether this thread sees Holdfast's implementation name."""
-
-    is_active = True
-
-
 class ConfigView:
     """A view of a config in which one entry has the value "holdfast"; all else is read from and written to the config."""
 
     def __init__(self, config: Any, attribute: str) -> None:
-        self.__setstate__({"config": config, "attribute": attribute, "override": _ThreadOverride()})
+        # `runs_native.current`: whether this thread runs the native function, which reads its own name from the config.
+        self.__setstate__({"config": config, "attribute": attribute, "runs_native": PerThread(bool)})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        _register_functions()  # here too: a pickle may be loaded by a process that has changed no model
+        # Here, too, because a pickle may be loaded by a process that has changed no model.
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        ALL_ATTENTION_FUNCTIONS.register(NAME, _attention_with_capture)
+        ALL_EXPERTS_FUNCTIONS.register(NAME, _holdfast_experts)
         self.__dict__.update(state)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # `copy` reads these before `config` is set
             raise AttributeError(name)
         view = self.__dict__
-        return NAME if name == view["attribute"] and view["override"].is_active else getattr(view["config"], name)
+        return NAME if name == view["attribute"] and not view["runs_native"].current else getattr(view["config"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self.__dict__["config"], name, value)
@@ -265,15 +258,6 @@ def override_config(module: Any, attribute: str) -> None:
     """Make `module` use Holdfast's function: give it a view of its config in which `attribute` is "holdfast"."""
     if not isinstance(module.config, ConfigView):
         module.config = ConfigView(module.config, attribute)
-
-
-def _register_functions() -> None:
-    """Add Holdfast's functions to transformers' tables."""
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    ALL_ATTENTION_FUNCTIONS.register(NAME, _attention_with_capture)
-    ALL_EXPERTS_FUNCTIONS.register(NAME, _holdfast_experts)
 
 
 def restore_config(module: Any) -> None:
@@ -291,11 +275,11 @@ def _attention_with_capture(
     view = module.config.__dict__
     eager = sys.modules[type(module).__module__].__dict__["eager_attention_forward"]
     native = ALL_ATTENTION_FUNCTIONS.get_interface(getattr(view["config"], ATTENTION), eager)
-    view["override"].is_active = False  # the native function reads its name from the config
+    view["runs_native"].current = True
     try:
         result = native(module, query, key, value, attention_mask, **options)
     finally:
-        view["override"].is_active = True
+        view["runs_native"].current = False
     module.context_capture.capture_attention(query, key, value, attention_mask, options)
     return result
 
@@ -368,6 +352,8 @@ def as_linear(module: Any) -> nn.Linear | Projection:
     """
     if type(module) is nn.Linear and not (module.weight.is_meta or is_quantised(module.weight)):
         return module
+    from transformers.pytorch_utils import Conv1D
+
     with weights_loaded(module):
         base: Any = module.get_base_layer() if hasattr(module, "get_base_layer") else module
         weight = as_float(base, "weight", f"the attention router cannot read them; {USE_SIMILARITY}")
@@ -375,17 +361,10 @@ def as_linear(module: Any) -> nn.Linear | Projection:
             raise ValueError(
                 f"the output projection's weights, which the attention router reads, are not in memory; {USE_SIMILARITY}."
             )
-        weight = weight.t() if _is_transposed(base) else weight
+        weight = weight.t() if isinstance(base, Conv1D) else weight  # GPT-2's layers store it as (in, out)
         if base is module:
             return Projection(weight, base.bias)
         return _with_adapters(module, weight, base.bias)
-
-
-def _is_transposed(base: nn.Module) -> bool:
-    """Whether a layer stores its weight as (in, out), as the layers of GPT-2 do."""
-    from transformers.pytorch_utils import Conv1D
-
-    return isinstance(base, Conv1D)
 
 
 def _with_adapters(module: Any, weight: Tensor, bias: Tensor | None) -> Projection:
@@ -393,7 +372,9 @@ def _with_adapters(module: Any, weight: Tensor, bias: Tensor | None) -> Projecti
     if module.disable_adapters or module.merged:
         return Projection(weight, bias)
     if not hasattr(module, "lora_A"):
-        raise _unreadable_adapter(_adapter_kind(module))
+        packages = type(module).__module__.split(".")  # PEFT has a package in `peft.tuners` for each of its methods
+        is_peft = packages[:2] == ["peft", "tuners"] and len(packages) > 2
+        raise _unreadable_adapter(packages[2] if is_peft else type(module).__name__)
     adapted = weight
     for name in module.active_adapters:
         if name in module.lora_A:
@@ -422,12 +403,6 @@ def _adapter_delta(module: Any, name: str, weight: Tensor) -> Tensor:
     length = torch.linalg.vector_norm(weight + delta, dim=1).detach()
     factor = (module.lora_magnitude_vector[name].weight / length).unsqueeze(1)
     return (factor - 1) * weight + factor * delta
-
-
-def _adapter_kind(module: Any) -> str:
-    """Return the name of the PEFT method: the name of the package in `peft.tuners`, or else of the class."""
-    packages = type(module).__module__.split(".")
-    return packages[2] if packages[:2] == ["peft", "tuners"] and len(packages) > 2 else type(module).__name__
 
 
 def _unreadable_adapter(kind: str) -> ValueError:

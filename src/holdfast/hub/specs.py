@@ -8,11 +8,12 @@ import contextlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import Annotated, Any, Literal
 
 import torch
 
+from holdfast.checked import Limits, from_mapping
 from holdfast.layers.losses import Losses
 from holdfast.routing import Router
 from holdfast.routing.layer_names import NATIVE as NATIVE
@@ -22,7 +23,7 @@ from holdfast.routing.selection import Rule, Softmax
 from holdfast.version import VERSION
 
 FORMAT = 1
-MOST_SHARED = 1024  # in a config from a folder
+Positive = Annotated[int, Limits(1, math.inf, "a positive number")]
 NOT_A_ROUTER = (
     "SoftMoE and SMEAR are layers of their own, and reroute changes the routers of MoE layers only; make such layers from a "
     "dense model with holdfast.sparsify."
@@ -35,50 +36,39 @@ class LayerSpec:
 
     router: str
     k: int
-    options: Mapping[str, Any] = field(default_factory=dict)
-    losses: Mapping[str, float] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    losses: Losses | None = None  # zeros, too, disable the model's own balance loss
     pretrained: bool = True  # the router was put into a trained model
     # Of a layer that was dense:
-    experts: int | None = None
-    hidden: int | None = None
-    weights: str | None = None  # "softmax" or "switch", as in TopK; None: the default of the router's name
-    shared: int | None = None  # shared experts, each as wide as an expert, which run on every token
+    experts: Positive | None = None
+    hidden: Positive | None = None
+    weights: Literal["softmax", "switch"] | None = None  # as in TopK; None: the default of the router's name
+    shared: Annotated[int, Limits(1, 1024, "a number from 1 to 1024")] | None = None  # each as wide as an expert
 
     def __post_init__(self) -> None:
+        if self.losses is not None and not isinstance(self.losses, Losses):
+            kind = type(self.losses).__name__
+            raise ValueError(f"losses is a {kind}; give a holdfast.Losses, which can be saved with the model.")
         try:
-            plain = json.loads(json.dumps(dict(self.options), allow_nan=False))
+            plain = json.loads(json.dumps(self.options, allow_nan=False))
         except (TypeError, ValueError) as problem:
             raise ValueError(
                 f"the options of router {self.router!r} must be plain values, to be saved: {problem}."
             ) from None
         object.__setattr__(self, "options", plain)
 
-    def loss_terms(self) -> Losses | None:
-        """Return the layer's losses; None if it has none."""
-        return Losses(**self.losses) if self.losses else None
-
     def rule(self) -> Rule | None:
         """Return the rule that a router must keep in a layer that was dense; None for any other layer."""
         return None if self.weights is None else Softmax(renormalise=self.weights == "softmax")
 
 
-def loss_coefficients(losses: Losses | None) -> dict[str, float]:
-    """Return the coefficient of each loss. Keep explicit zeros: they disable the model's own balance loss."""
-    if losses is not None and not isinstance(losses, Losses):
-        raise ValueError(f"losses is a {type(losses).__name__}; give a holdfast.Losses, which can be saved with the model.")
-    return {} if losses is None else asdict(losses)
+def describe(model: Any, specs: Mapping[str, LayerSpec]) -> dict[str, Any]:
+    """Return the entry "holdfast" of config.json.
 
-
-def describe(model_type: str, specs: Mapping[str, LayerSpec]) -> dict[str, Any]:
-    """Return the entry "holdfast" of config.json, before `names_in_base`."""
-    layers = {name: asdict(spec) for name, spec in specs.items()}
-    return {"format": FORMAT, "version": VERSION, "model_type": model_type, "layers": layers}
-
-
-def names_in_base(model: Any, named: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the same values with layer names relative to the base model, so that a model with another head finds them."""
-    prefix = _prefix(model)
-    return {name.removeprefix(prefix): value for name, value in named.items()}
+    Names of layers are relative to the base model, so that a model with another head finds them.
+    """
+    layers = {name.removeprefix(_prefix(model)): asdict(spec) for name, spec in specs.items()}
+    return {"format": FORMAT, "version": VERSION, "model_type": model.config.model_type, "layers": layers}
 
 
 def names_in_model(model: Any, named: Mapping[str, Any]) -> dict[str, Any]:
@@ -100,30 +90,7 @@ def read_specs(description: Any) -> dict[str, LayerSpec]:
         raise ValueError('its config has no "holdfast" section that names layers.')
     if description.get("format") != FORMAT:
         raise ValueError(f"it is written in format {description.get('format')!r}; this Holdfast ({VERSION}) reads {FORMAT}.")
-    return {name: _read_layer(name, values) for name, values in description["layers"].items()}
-
-
-def _read_layer(name: str, values: Any) -> LayerSpec:
-    known = {entry.name for entry in fields(LayerSpec)}
-    if not isinstance(values, dict) or set(values) != known:
-        wrong = sorted(map(str, set(values) ^ known)) if isinstance(values, dict) else [type(values).__name__]
-        raise ValueError(f"layer {name!r} must have the entries {', '.join(sorted(known))} (wrong: {', '.join(wrong)}).")
-    kinds = {"router": str, "k": int, "options": dict, "losses": dict, "pretrained": bool}
-    for entry, kind in kinds.items():
-        if type(values[entry]) is not kind:  # True is an int
-            raise ValueError(f"layer {name!r}: {entry} is {values[entry]!r}; expected {kind.__name__}.")
-    for entry in ("experts", "hidden", "shared"):
-        if values[entry] is not None and (type(values[entry]) is not int or values[entry] < 1):  # True is an int
-            raise ValueError(f"layer {name!r}: {entry} is {values[entry]!r}, not a positive number.")
-    if (values["shared"] or 0) > MOST_SHARED:
-        raise ValueError(f"layer {name!r}: shared is {values['shared']}; at most {MOST_SHARED} are built.")
-    if values["weights"] not in (None, "softmax", "switch"):
-        raise ValueError(f"layer {name!r}: weights is {values['weights']!r}, not softmax or switch.")
-    for term, weight in values["losses"].items():
-        number = isinstance(weight, int | float) and not isinstance(weight, bool)
-        if term not in {entry.name for entry in fields(Losses)} or not number or not 0 <= weight < math.inf:
-            raise ValueError(f"layer {name!r}: there is no loss {term!r} with the coefficient {weight!r}.")
-    return LayerSpec(**values)
+    return {name: from_mapping(LayerSpec, values, f"layer {name!r}") for name, values in description["layers"].items()}
 
 
 @dataclass(frozen=True)
@@ -216,13 +183,13 @@ def _build_router(info: LayerInfo, spec: LayerSpec, host: HostModel) -> Router |
             "choose a router that reads the tokens themselves."
         )
     try:
-        with _default_float32():
+        with default_float32():
             router = REGISTRY.build(
                 spec.router,
                 dim=info.dim,
                 experts=info.experts,
                 k=spec.k,
-                losses=spec.loss_terms(),
+                losses=spec.losses,
                 layer=info.name,
                 host=replace(host, pretrained=spec.pretrained, options=from_layer),
                 **spec.options,
@@ -244,7 +211,7 @@ def _build_router(info: LayerInfo, spec: LayerSpec, host: HostModel) -> Router |
 
 
 @contextlib.contextmanager
-def _default_float32() -> Iterator[None]:
+def default_float32() -> Iterator[None]:
     """Inside the `with`, build in float32: router state is float32 whatever the dtype of the model."""
     usual = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)

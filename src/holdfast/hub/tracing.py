@@ -19,14 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.errors import unknown_name
-from holdfast.hub.families import detached_routing, routing_from_gate
-from holdfast.hub.forwards import require_no_copies
+from holdfast.hub.context import token_mask_of
+from holdfast.hub.families import routing_from_gate
+from holdfast.hub.forwards import entered, entered_keys, require_no_copies
 from holdfast.hub.layers import is_moe, moe_layers
 from holdfast.kernels.torch_internals import is_recomputing
 from holdfast.routing import Context, Router, Routing
-from holdfast.routing.attention_masks import token_mask_of
 from holdfast.routing.rules import Rule
-from holdfast.routing.threads import calling_alone, entered, entered_keys
 
 NO_HOOKS = "the call did not run the model's hooks; call model(...) instead of model.forward(...)"
 AT_ONCE = (
@@ -44,14 +43,13 @@ class Step:
         self.names = names
         self.shape: tuple[int, int] | None = None  # (B,N); None if the model's input does not show it
         self._padding: Tensor | None = None
-        self._padding_known = False
-        self._unknown_because = NO_HOOKS
+        self._unknown_because: str | None = NO_HOOKS  # why padding is not known; None if it is
         self._routings: dict[int, Routing] = {}
 
     @property
     def token_mask(self) -> Tensor | None:
         """(B,N) bool, True where the token is real; None if all are."""
-        if not self._padding_known:
+        if self._unknown_because is not None:
             raise ValueError(f"padding is unknown because {self._unknown_because}.")
         return self._padding
 
@@ -139,17 +137,14 @@ class OwnHooks:
 
     def before(self, module: nn.Module, hook: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]) -> None:
         """Call `hook(module, arguments, options)` before each forward of `module`."""
-        self.handles.append(module.register_forward_pre_hook(partial(self._run_before, hook), with_kwargs=True))
+        self.handles.append(module.register_forward_pre_hook(partial(self._run, hook), with_kwargs=True))
 
     def after(self, module: nn.Module, hook: Callable[..., Any], *, always_call: bool = False) -> None:
         """Call `hook(module, arguments, output)` after each forward of `module`; with `always_call` if it raised, too."""
         self.handles.append(module.register_forward_hook(partial(self._run, hook), always_call=always_call))
 
-    def _run_before(self, hook: Callable[..., Any], module: nn.Module, *given: Any) -> Any:
-        require_no_copies(module)
-        return self._run(hook, module, *given)
-
     def _run(self, hook: Callable[..., Any], module: nn.Module, *given: Any) -> Any:
+        require_no_copies(module)
         # While this thread adds or removes a hook, torch may call it in another thread without the options in `given`.
         return hook(module, *given) if self.key in entered_keys() else None
 
@@ -246,7 +241,7 @@ class _Recorder:
         if isinstance(tokens, Tensor) and tokens.dim() >= 2:
             step.shape = (tokens.shape[0], tokens.shape[1])
             step._padding = token_mask_of(mask, *step.shape, tokens_before(options))
-        step._padding_known = True
+        step._unknown_because = None
 
     def end(self, model: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
         """Note that the model's forward is over."""
@@ -259,12 +254,13 @@ class _Recorder:
         if is_recomputing():
             return
         steps = self.routes.steps
-        if not self._runs_here() and (not steps or steps[-1]._padding_known or layer in self._recorded):
+        if not self._runs_here() and (not steps or steps[-1]._unknown_because is None or layer in self._recorded):
             self._next_step()  # a forward that did not run the model's hooks
         self._recorded.add(layer)
         step = steps[-1]
         with torch.no_grad():  # checkpointing requires that a recomputation saves the same tensors as the forward
-            routing = detached_routing(output if rule is None else routing_from_gate(output, rule))
+            routing = output if rule is None else routing_from_gate(output, rule)
+            routing = routing.map_tokens(Tensor.detach)  # without its autograd graph and its losses
         if self._each is None:
             step._routings[layer] = routing
         else:
@@ -309,34 +305,26 @@ class RouterCall:
 def router_calls(model: nn.Module) -> Iterator[list[RouterCall]]:
     """Inside the `with`, the list has the router calls of the last forward: one per MoE layer, in the model's order."""
     captured: list[RouterCall] = []
+
+    def capture(layer: int, name: str, rule: Rule | None, module: nn.Module, given: Any, named: dict[str, Any]) -> None:
+        del captured[layer:]  # those of an earlier forward
+        route: Router | Callable[[Tensor], Routing]
+        if isinstance(module, Router):
+            route, context = module, given[1] if len(given) > 1 else named.get("context")
+        else:
+            assert rule is not None
+            route, context = partial(_call_gate, module, rule, given[1:], named), None
+        captured.append(RouterCall(name, route, given[0].detach(), context))
+
     with own_hooks() as hooks:
         for layer, (name, module, rule) in enumerate(routing_modules(model)):
-            hooks.before(module, partial(_capture_call, captured, layer, name, rule))
+            hooks.before(module, partial(capture, layer, name, rule))
         yield captured
-
-
-def _capture_call(
-    captured: list[RouterCall],
-    layer: int,
-    name: str,
-    rule: Rule | None,
-    module: nn.Module,
-    given: tuple[Any, ...],
-    named: dict[str, Any],
-) -> None:
-    del captured[layer:]  # those of an earlier forward
-    tokens = given[0].detach()
-    if isinstance(module, Router):
-        context = given[1] if len(given) > 1 else named.get("context")
-        captured.append(RouterCall(name, module, tokens, context))
-    else:
-        assert rule is not None
-        captured.append(RouterCall(name, partial(_call_gate, module, rule, given[1:], named), tokens, None))
 
 
 def _call_gate(gate: Any, rule: Rule, others: tuple[Any, ...], named: dict[str, Any], tokens: Tensor) -> Routing:
     """Call a family's own gate with other tokens, and otherwise as in the recorded call."""
-    with calling_alone(gate):
+    with entered(gate):
         return routing_from_gate(gate(tokens, *others, **named), rule)
 
 
@@ -348,13 +336,11 @@ def require_finite(model: Any) -> None:
     """Raise ValueError if a weight in memory is NaN or infinite. Weights on a disk are not checked."""
     for name, weight in model.state_dict().items():
         local = weight.to_local() if hasattr(weight, "to_local") else weight  # this rank's part of a sharded weight
-        if local.dtype in FLOAT_DTYPES and not local.is_meta and not _is_finite(local):
+        if local.dtype not in FLOAT_DTYPES or local.is_meta:
+            continue
+        # A sum needs no memory and is not finite if a weight is not. A sum of finite weights may overflow: then check each.
+        if not (bool(local.sum(dtype=torch.float32).isfinite()) or bool(local.isfinite().all())):
             raise ValueError(f"{name}: its weights contain NaN or infinity; the checkpoint is broken.")
-
-
-def _is_finite(weight: Tensor) -> bool:
-    # A sum needs no memory and is not finite if a weight is not. A sum of finite weights may overflow: then check each.
-    return bool(weight.sum(dtype=torch.float32).isfinite()) or bool(weight.isfinite().all())
 
 
 def require_known_tokens(model: Any, ids: Tensor) -> None:

@@ -7,9 +7,9 @@
 
     fp32_linear     products that stay float32                    select        top-k, its smooth strip, and weights
     clusters        statistics and scaled features of clusters    token_mixing  attention-like mixing of rows
-    attention       what routers read from attention              dispatch      rows sorted by expert
-    grouped         products of an expert's rows and weights      finite        report NaN and infinity by layer
-    statistics      exact quantiles and running means
+    attention       what routers read from attention              grouped       rows sorted by expert, and their products
+    statistics      exact quantiles and running means             balance       the balance loss
+    finite          report NaN and infinity by layer
 
     float32_parts   float32 numbers as sums of 16-bit parts (Triton)
     operators       registering operators, launching kernels, second derivatives

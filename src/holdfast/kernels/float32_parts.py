@@ -52,7 +52,7 @@ BLOCK = 32  # rows split by one program, up to WIDEST columns
 WIDE_BLOCK = 4096  # numbers split by one program, of wider rows
 HIGHEST = tl.constexpr(14)  # float16 parts stay below 2^15
 # Triton's interpreter has no bfloat16 product, because numpy has none: there the parts are float32, with the same values.
-BF16_PART = tl.float32 if os.environ.get("TRITON_INTERPRET") == "1" else tl.bfloat16
+BF16_PART = tl.constexpr(tl.float32 if os.environ.get("TRITON_INTERPRET") == "1" else tl.bfloat16)
 
 
 @triton.jit
@@ -62,68 +62,42 @@ def _leading(x):
 
 
 @triton.jit
-def bf16_parts(x, PARTS: tl.constexpr, PART: tl.constexpr):
+def bf16_parts(x, PARTS: tl.constexpr):
     """Return three bfloat16 parts of x, the largest first; if PARTS is less than 3, the last one is repeated."""
     if PARTS == 1:
-        return x.to(PART), x.to(PART), x.to(PART)
+        return x.to(BF16_PART), x.to(BF16_PART), x.to(BF16_PART)
     rest = x.to(tl.float32)
     first = _leading(rest)
     rest = rest - first  # NaN if x is infinite, which `require_finite` reports as well
     if PARTS == 2:
-        return first.to(PART), rest.to(PART), rest.to(PART)
+        return first.to(BF16_PART), rest.to(BF16_PART), rest.to(BF16_PART)
     second = _leading(rest)
-    return first.to(PART), second.to(PART), (rest - second).to(PART)
-
-
-@triton.jit
-def _pick(first, second, third, INDEX: tl.constexpr):
-    # ruff: noqa: RET505 - Triton needs a return in every branch
-    if INDEX == 0:
-        return first
-    elif INDEX == 1:
-        return second
-    else:
-        return third
+    return first.to(BF16_PART), second.to(BF16_PART), (rest - second).to(BF16_PART)
 
 
 @triton.jit
 def bf16_product(
-    left_0,
-    left_1,
-    left_2,
-    right_0,
-    right_1,
-    right_2,
-    HEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
-    BYTES: tl.constexpr,
+    left, right, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BYTES: tl.constexpr
 ):
     """Return left right from LEFT and RIGHT parts; parts i and j are multiplied if i + j < BYTES, the smallest first."""
     product = tl.zeros((HEIGHT, WIDTH), dtype=tl.float32)
     for down in tl.static_range(BYTES):
         for i in tl.static_range(LEFT):
             if BYTES - 1 - down - i >= 0 and BYTES - 1 - down - i < RIGHT:
-                product = tl.dot(
-                    _pick(left_0, left_1, left_2, i),
-                    _pick(right_0, right_1, right_2, BYTES - 1 - down - i),
-                    product,
-                    input_precision="ieee",
-                )
+                product = tl.dot(left[i], right[BYTES - 1 - down - i], product, input_precision="ieee")
     return product
 
 
 @triton.jit
-def load_bf16_parts(parts, size, places, mask, COUNT: tl.constexpr, PART: tl.constexpr):
+def load_bf16_parts(parts, size, places, mask, COUNT: tl.constexpr):
     """Load three parts that lie `size` elements apart; if COUNT is less than 3, the last one is repeated."""
-    first = tl.load(parts + places, mask=mask, other=0.0).to(PART)
+    first = tl.load(parts + places, mask=mask, other=0.0).to(BF16_PART)
     second, third = first, first
     if COUNT > 1:
-        second = tl.load(parts + size + places, mask=mask, other=0.0).to(PART)
+        second = tl.load(parts + size + places, mask=mask, other=0.0).to(BF16_PART)
         third = second
     if COUNT > 2:
-        third = tl.load(parts + 2 * size + places, mask=mask, other=0.0).to(PART)
+        third = tl.load(parts + 2 * size + places, mask=mask, other=0.0).to(BF16_PART)
     return first, second, third
 
 
@@ -201,8 +175,7 @@ def row_values(values, group, start, rows, HEIGHT: tl.constexpr, other, ASK: tl.
     place = values + (group * rows + start) + tl.arange(0, HEIGHT)
     if ASK:
         return tl.load(place, mask=start + tl.arange(0, HEIGHT) < rows, other=other)
-    else:
-        return tl.load(place)
+    return tl.load(place)
 
 
 @triton.jit

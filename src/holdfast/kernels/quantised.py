@@ -40,8 +40,8 @@ def as_float(module: Any, name: str, refusal: str) -> Tensor:
         return weight
     numbers = _dequantised(module, weight) if isinstance(weight, Tensor) else None
     if numbers is None:
-        kind = type(module).__name__ if not isinstance(weight, Tensor) else f"{type(module).__name__} ({_format(weight)})"
-        raise ValueError(f"the weights of a {kind} are quantised, and {refusal}.")
+        dtype = f" ({str(weight.dtype).removeprefix('torch.')})" if isinstance(weight, Tensor) else ""
+        raise ValueError(f"the weights of a {type(module).__name__}{dtype} are quantised, and {refusal}.")
     return numbers
 
 
@@ -72,7 +72,3 @@ def _from_4_bits(data: Tensor, state: Any) -> Tensor:
     else:
         whole = bitsandbytes.functional.dequantize_4bit(data, state)
     return whole
-
-
-def _format(weight: Tensor) -> str:
-    return str(weight.dtype).removeprefix("torch.")

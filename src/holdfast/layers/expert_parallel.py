@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from holdfast.kernels.dispatch import combine_rows, gather_rows
+from holdfast.kernels.grouped import combine_rows, gather_rows
 from holdfast.kernels.operators import refuse_second_derivatives
 
 if TYPE_CHECKING:

@@ -2,8 +2,7 @@
 
     y_t = sum_s weight_ts FFN_{expert_ts}(x_t),   FFN(x) = down(activation(gate x) * up x)  or  down(activation(up x))
 
-Slots are sorted by expert, each expert multiplies its rows, and the results are added in float32 (`kernels.dispatch` and
-`kernels.grouped`).
+Slots are sorted by expert, each expert multiplies its rows, and the results are added in float32 (`kernels.grouped`).
 """
 
 import math
@@ -15,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from holdfast.errors import unknown_name
-from holdfast.kernels.dispatch import Dispatch, dispatch
-from holdfast.kernels.grouped import gather_mm, mm_combine
+from holdfast.kernels.grouped import Dispatch, dispatch, gather_mm, mm_combine
 from holdfast.kernels.quantised import FLOATS, as_float
 from holdfast.kernels.torch_internals import is_exporting
 from holdfast.layers.expert_parallel import ExpertShards

@@ -131,7 +131,7 @@ def _decoded(audited: AuditedModel, ids: Tensor, real: Tensor, routes: Tensor | 
                 known.append(_log_probability(out.logits[:, -1:], ids[:, place + 1 : place + 2]))
     of = RoutedModel.from_model(audited.model)
     slots = max(each.shape[-1] for each in found)
-    joined = torch.cat([_widened(each.cpu(), slots, of) for each in found], dim=1)
+    joined = torch.cat([of.widened(each.cpu(), slots) for each in found], dim=1)
     return joined, _with_first(torch.cat(known, dim=1) if known else torch.empty(len(ids), 0))
 
 
@@ -147,16 +147,9 @@ def _with_first(logprobs: Tensor) -> Tensor:
 def _joined(pieces: list[Tensor], of: RoutedModel, length: int) -> Tensor:
     """Return batches of experts (b,n,L,K) as one tensor (B,N,L,K)."""
     slots = max(piece.shape[-1] for piece in pieces)
-    wide = [_widened(piece, slots, of) for piece in pieces]
+    wide = [of.widened(piece, slots) for piece in pieces]
     padded = [torch.nn.functional.pad(each, (0, 0, 0, 0, 0, length - each.shape[1]), value=NO_RECORD) for each in wide]
     return torch.cat(padded)
-
-
-def _widened(routes: Tensor, slots: int, of: RoutedModel) -> Tensor:
-    """Return `routes (b,n,L,K)` with unused slots added, or -1 where a token has no record."""
-    missing = slots - routes.shape[-1]
-    unused = torch.tensor(of.experts).view(-1, 1).expand(*routes.shape[:-1], missing)
-    return torch.cat([routes, unused.where((routes >= 0).all(-1, keepdim=True), NO_RECORD)], dim=-1)
 
 
 @contextmanager

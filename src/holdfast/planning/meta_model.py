@@ -15,10 +15,11 @@ from holdfast.errors import unknown_name
 from holdfast.files import read_json, require_regular
 from holdfast.hub import reroute
 from holdfast.hub.convert import DEFAULT_K, Layers, choose_layers, sparse_specs
-from holdfast.hub.families import DENSE_FAMILIES, MOE_FAMILIES, dense_family, dense_layers
+from holdfast.hub.families import DENSE_FAMILIES, MOE_FAMILIES
 from holdfast.hub.folder_files import family_values, special_float
+from holdfast.hub.layers import dense_family, dense_layers
 from holdfast.hub.model_classes import apply_specs
-from holdfast.hub.specs import NATIVE, LayerSpec, loss_coefficients, names_in_model, read_specs
+from holdfast.hub.specs import NATIVE, LayerSpec, names_in_model, read_specs
 from holdfast.layers.losses import Losses
 from holdfast.model_size import (
     MOST_PARAMETERS,
@@ -161,9 +162,16 @@ def sparsify_on_meta(model: Any, choice: Choice, change: Change) -> None:
     if not found:
         raise ValueError(f"this {family.model_type} model has no feed-forward network to sparsify.")
     k = change.k if choice.k is None else choice.k
-    losses, weights = loss_coefficients(change.losses), "softmax" if change.copied else None
-    sizes = (change.copied, change.experts, change.hidden, weights, change.shared)
-    plain = LayerSpec("smoe", DEFAULT_K if k is None else k, {}, losses, *sizes)
+    plain = LayerSpec(
+        "smoe",
+        DEFAULT_K if k is None else k,
+        losses=change.losses,
+        pretrained=change.copied,
+        experts=change.experts,
+        hidden=change.hidden,
+        weights="softmax" if change.copied else None,
+        shared=change.shared,
+    )
     names = [found[index] for index in choose_layers(change.layers, len(found))]
     apply_specs(model, sparse_specs(names, resolve_layers(choice.router, choice.options, k=k), plain))
 

@@ -19,8 +19,8 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from holdfast.hub.families import DENSE_FAMILIES, DenseFamily, MoEFamily, find_submodule, moe_family
-from holdfast.hub.layers import MoELayerRef, moe_layers
+from holdfast.hub.families import DENSE_FAMILIES, DenseFamily, MoEFamily
+from holdfast.hub.layers import MoELayerRef, find_submodule, moe_family, moe_layers
 from holdfast.routing import Attention, Context, Informer, Noise, Part, Previous, Router, Routing, Score, Scores, Selector
 from holdfast.routing.declarations import ActiveExperts, Cost, LayerKind, LayerSizes
 from holdfast.routing.presets import REGISTRY
@@ -531,8 +531,6 @@ def _operator_flops(causal_half: bool) -> dict[Any, Callable[..., int]]:
     ops = torch.ops.holdfast
     return {
         ops.matmul_float32: _matmul,
-        ops.scaled_matmul_float32: _scaled,
-        ops.scaled_matmul_float32_backward: _scaled_backward,
         ops.softmax_mix: partial(_mix, causal_half),
         ops.softmax_mix_backward: partial(_mix_backward, causal_half),
         ops.attention_entropy: partial(_entropy, causal_half),
@@ -545,14 +543,6 @@ def _operator_flops(causal_half: bool) -> dict[Any, Callable[..., int]]:
 
 def _matmul(left: Shape, right: Shape, **_: Any) -> int:
     return 2 * left[0] * left[1] * right[1]
-
-
-def _scaled(tokens: Shape, mixture: Shape, scales: Shape, weight: Shape, **_: Any) -> int:
-    return 2 * prod(mixture) * scales[1] + 2 * prod(tokens) * weight[0]
-
-
-def _scaled_backward(grad: Shape, tokens: Shape, mixture: Shape, scales: Shape, weight: Shape, **_: Any) -> int:
-    return 2 * prod(mixture) * scales[1] + 4 * prod(tokens) * weight[0]
 
 
 def _mix(causal_half: bool, *operands: Any, **_: Any) -> int:

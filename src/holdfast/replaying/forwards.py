@@ -7,6 +7,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from holdfast.hub.forwards import as_token_ids
 from holdfast.hub.install import ModelHooks, hooks_of
 from holdfast.hub.tracing import Trace, own_hooks, tokens_before, trace, without_compilation
 from holdfast.replaying.routed_model import RoutedModel, unwrapped
@@ -96,10 +97,15 @@ class Recorder:
             raise ValueError("give the token ids (B, N) that generate returned, prompt included.")
         rollout = self._find(given)
         slots = max(routes.shape[-1] for routes in rollout.routes)
-        joined = torch.cat([_widened(routes, slots, self._of) for routes in rollout.routes], dim=1)[:, : given.shape[1]]
+        joined = torch.cat([self._of.widened(routes, slots) for routes in rollout.routes], dim=1)[:, : given.shape[1]]
         missing = given.shape[1] - joined.shape[1]
         joined = torch.nn.functional.pad(joined, (0, 0, 0, 0, 0, missing), value=NO_RECORD)
-        real = _before_trailing(given, self._pad) if attention_mask is None else attention_mask != 0
+        if attention_mask is not None:
+            real = attention_mask != 0
+        elif self._pad is None:
+            real = torch.ones_like(given, dtype=torch.bool)
+        else:  # without the run of padding tokens at the end of each row
+            real = (given != self._pad).flip(-1).cumsum(-1).flip(-1) > 0
         return Routes.from_tensor(joined.where(real[..., None, None].to(joined.device), NO_RECORD), self._of)
 
     def _find(self, sequences: Tensor) -> _Rollout:
@@ -117,8 +123,7 @@ class Recorder:
 
     def _begin(self, model: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
         ids = options.get("input_ids", inputs[0] if inputs else None)
-        is_ids = isinstance(ids, Tensor) and ids.dim() == 2 and not ids.is_floating_point()
-        self._begun = (ids if is_ids else None, tokens_before(options) or 0)
+        self._begun = (as_token_ids(ids), tokens_before(options) or 0)
 
     def _end(self, model: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         (ids, before), self._begun = self._begun, (None, 0)
@@ -159,19 +164,3 @@ def record(model: nn.Module) -> Iterator[Recorder]:
         hooks.before(inner, recorder._begin)
         hooks.after(inner, recorder._end)
         yield recorder
-
-
-def _widened(routes: Tensor, slots: int, of: RoutedModel) -> Tensor:
-    """Return `routes (B,n,L,K)` with unused slots added, or -1 where a token has no record."""
-    missing = slots - routes.shape[-1]
-    unused = (
-        torch.tensor(of.experts, dtype=routes.dtype, device=routes.device).view(-1, 1).expand(*routes.shape[:-1], missing)
-    )
-    return torch.cat([routes, unused.where((routes >= 0).all(-1, keepdim=True), NO_RECORD)], dim=-1)
-
-
-def _before_trailing(sequences: Tensor, pad: int | None) -> Tensor:
-    """Return (B,N) bool: False for the run of padding tokens at the end of each row."""
-    if pad is None:
-        return torch.ones_like(sequences, dtype=torch.bool)
-    return (sequences != pad).flip(-1).cumsum(-1).flip(-1) > 0

@@ -3,15 +3,17 @@
 import json
 import re
 from dataclasses import asdict, dataclass
-from typing import Any, final
+from typing import Annotated, Any, final
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from holdfast.files import DEEPEST, depth_exceeds
+from holdfast.checked import Limits, from_mapping
 from holdfast.hub.families import text_config
 from holdfast.hub.forwards import require_no_copies
 from holdfast.hub.install import specs_of
 from holdfast.hub.layers import moe_layers
+from holdfast.routing.replaying import NO_RECORD
 
 MOST_LAYERS, MOST_EXPERTS = 4096, 2**15 - 1  # of routes from a file; an expert is an int16
 
@@ -22,22 +24,29 @@ class RoutedModel:
     """The MoE layers of a model, in its order. Routes fit every model with the same layers, whatever its weights are."""
 
     model_type: str
-    places: tuple[int, ...]  # of the MoE layers among all layers of the model
+    places: list[Annotated[int, Limits(0, MOST_LAYERS, "0 or more")]]  # of the MoE layers among all layers of the model
     all_layers: int  # dense layers included
-    experts: tuple[int, ...]  # of each MoE layer
-    k: tuple[int | None, ...]  # experts of every token in each MoE layer; None: tokens may have different numbers
+    experts: list[Annotated[int, Limits(1, MOST_EXPERTS, f"from 1 to {MOST_EXPERTS}")]]  # of each MoE layer
+    k: list[int | None]  # experts of every token in each MoE layer; None: tokens may have different numbers
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.places) == len(self.experts) == len(self.k) <= MOST_LAYERS:
+            raise ValueError("it has no equally long lists of layers.")
 
     @classmethod
     def from_model(cls, model: nn.Module) -> "RoutedModel":
         """Return the description of a model, which may be wrapped (PEFT, DDP, `torch.compile`)."""
         inner = unwrapped(model)
         found, specs, config = moe_layers(inner), specs_of(inner), text_config(inner)
-        places = [_place(layer.name, index) for index, layer in enumerate(found)]
-        k = [_fixed_k(layer, specs) for layer in found]
+        places, k = [], []
+        for index, layer in enumerate(found):
+            numbers = re.findall(r"(?:^|\.)(\d+)(?=\.)", f"{layer.name}.")  # the first is that of its stack of layers
+            places.append(int(numbers[0]) if numbers else index)
+            ragged = layer.router is not None and layer.router.select.ragged
+            k.append(None if ragged else int(layer.gate.top_k if layer.router is None else specs[layer.name].k))
         count = getattr(config, "num_hidden_layers", None)
         count = count if isinstance(count, int) and count > max(places) else max(places) + 1
-        experts = tuple(layer.size[1] for layer in found)
-        return cls(str(inner.config.model_type), tuple(places), count, experts, tuple(k))
+        return cls(str(inner.config.model_type), places, count, [layer.size[1] for layer in found], k)
 
     @property
     def layers(self) -> int:
@@ -52,11 +61,17 @@ class RoutedModel:
         """Raise ValueError if `other`, the model that these routes are for, has other MoE layers."""
         for what, mine, its in (
             ("a model of type", self.model_type, other.model_type),
-            ("the MoE layers", list(self.places), list(other.places)),
-            ("these numbers of experts:", list(self.experts), list(other.experts)),
+            ("the MoE layers", self.places, other.places),
+            ("these numbers of experts:", self.experts, other.experts),
         ):
             if mine != its:
                 raise ValueError(f"the routes are of another model: they are of {what} {mine}, and this one has {its}.")
+
+    def widened(self, routes: Tensor, slots: int) -> Tensor:
+        """Return `routes (...,L,K)` with unused slots added, up to `slots` of them; -1 where a token has no record."""
+        unused = torch.tensor(self.experts, dtype=routes.dtype, device=routes.device).view(-1, 1)
+        added = unused.expand(*routes.shape[:-1], slots - routes.shape[-1])
+        return torch.cat([routes, added.where((routes >= 0).all(-1, keepdim=True), NO_RECORD)], dim=-1)
 
     def to_json(self) -> str:
         """Return this description as JSON."""
@@ -66,20 +81,10 @@ class RoutedModel:
     def from_json(cls, text: str) -> "RoutedModel":
         """Return the description that `to_json` wrote. It is untrusted: raise ValueError if a value is wrong."""
         try:
-            found = json.loads(text)
-        except (ValueError, RecursionError):
-            raise ValueError("the description of its model is not JSON.") from None
-        if not isinstance(found, dict) or depth_exceeds(found, DEEPEST) or set(found) != set(cls.__dataclass_fields__):
-            raise ValueError("the description of its model does not have the entries of a holdfast.Routes.")
-        lists = places, experts, k = found["places"], found["experts"], found["k"]
-        if not all(isinstance(each, list) and 0 < len(each) == len(places) <= MOST_LAYERS for each in lists):
-            raise ValueError("the description of its model has no equally long lists of layers.")
-        numbers = [found["all_layers"], *places, *experts, *(count for count in k if count is not None)]
-        if not isinstance(found["model_type"], str) or not all(type(each) is int for each in numbers):
-            raise ValueError("the description of its model has entries of wrong types.")
-        if not all(1 <= count <= MOST_EXPERTS for count in experts) or min(places) < 0:
-            raise ValueError("the description of its model has impossible numbers of layers or experts.")
-        return cls(found["model_type"], tuple(places), found["all_layers"], tuple(experts), tuple(k))
+            of: RoutedModel = from_mapping(cls, json.loads(text))
+        except (ValueError, RecursionError) as problem:
+            raise ValueError(f"the description of its model cannot be used: {str(problem)[:200]}") from None
+        return of
 
 
 def unwrapped(model: Any) -> Any:
@@ -93,16 +98,3 @@ def unwrapped(model: Any) -> Any:
         if inner is None or inner is model:
             return model
         model = inner
-
-
-def _fixed_k(layer: Any, specs: Any) -> int | None:
-    """Return how many experts every token of a layer has; None if the number may differ."""
-    if layer.router is None:
-        return int(layer.gate.top_k)
-    return None if layer.router.select.ragged else int(specs[layer.name].k)
-
-
-def _place(name: str, index: int) -> int:
-    """Return the number of a layer in a module's name: that of its stack of layers."""
-    numbers = re.findall(r"(?:^|\.)(\d+)(?=\.)", f"{name}.")
-    return int(numbers[0]) if numbers else index

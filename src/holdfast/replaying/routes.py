@@ -190,20 +190,32 @@ def join_layers(routings: list[Routing], shape: tuple[int, int], token_mask: Ten
 def _spans_of(
     attention_mask: Tensor | None, position_ids: Tensor | None, cu_seq_lens: Tensor | None
 ) -> tuple[tuple[int, int], list[Span]]:
-    """Return the shape (B,N) of a batch and the places of its sequences; exactly one argument must be given."""
+    """Return the shape (B,N) of a batch and the places of its sequences; exactly one argument must be given.
+
+    In `position_ids`, each sequence counts from 0.
+    """
     if sum(each is not None for each in (attention_mask, position_ids, cu_seq_lens)) != 1:
         raise ValueError(f"the places of the sequences in the batch are unknown: give one of {PLACES}.")
     if attention_mask is not None:
         mask = _two_dimensional(attention_mask, "attention_mask") != 0
         return (mask.shape[0], mask.shape[1]), [(row, real.nonzero().flatten()) for row, real in enumerate(mask)]
     if position_ids is not None:
-        return _packed(_two_dimensional(position_ids, "position_ids"))
+        spans: list[Span] = []
+        for row, positions in enumerate(_two_dimensional(position_ids, "position_ids")):
+            starts = (positions == 0).nonzero().flatten().tolist()
+            places = [torch.arange(first, last) for first, last in pairwise([*starts, len(positions)])]
+            counted = torch.cat([torch.arange(len(each)) for each in places] or [torch.empty(0)])
+            if not torch.equal(counted.long(), positions.long()):
+                raise ValueError(
+                    f"position_ids do not count from 0 in each sequence of row {row}; for padded rows, give attention_mask."
+                )
+            spans += [(row, each) for each in places]
+        return (position_ids.shape[0], position_ids.shape[1]), spans
     assert cu_seq_lens is not None
     ends = torch.as_tensor(cu_seq_lens).flatten().long().cpu()
     if len(ends) < 2 or int(ends[0]) != 0 or bool((ends.diff() <= 0).any()):
         raise ValueError(f"cu_seq_lens are {ends.tolist()[:8]}; expected growing numbers from 0 to the number of tokens.")
-    spans = [(0, torch.arange(first, last)) for first, last in pairwise(ends.tolist())]
-    return (1, int(ends[-1])), spans
+    return (1, int(ends[-1])), [(0, torch.arange(first, last)) for first, last in pairwise(ends.tolist())]
 
 
 def _two_dimensional(given: Tensor, name: str) -> Tensor:
@@ -211,22 +223,6 @@ def _two_dimensional(given: Tensor, name: str) -> Tensor:
     if values.dim() != 2:
         raise ValueError(f"{name} has shape {tuple(values.shape)}; expected (B, N).")
     return values
-
-
-def _packed(position_ids: Tensor) -> tuple[tuple[int, int], list[Span]]:
-    """Return the shape of `position_ids (B,N)` and the sequences in its rows, each of which counts from 0."""
-    spans: list[Span] = []
-    for row, positions in enumerate(position_ids):
-        starts = (positions == 0).nonzero().flatten()
-        ends = [*starts[1:].tolist(), len(positions)]
-        for first, last in zip(starts.tolist(), ends, strict=True):
-            spans.append((row, torch.arange(first, last)))
-        counted = torch.cat([torch.arange(len(places)) for at, places in spans if at == row] or [torch.empty(0)])
-        if not torch.equal(counted.long(), positions.long()):
-            raise ValueError(
-                f"position_ids do not count from 0 in each sequence of row {row}; for padded rows, give attention_mask."
-            )
-    return (position_ids.shape[0], position_ids.shape[1]), spans
 
 
 def _place_records(
@@ -238,7 +234,9 @@ def _place_records(
     pieces: list[tuple[Span, Tensor]] = []
     for number, (record, start, (row, places)) in enumerate(zip(sequences, starts, spans, strict=True)):
         taken = torch.zeros(len(places), dtype=torch.bool)
-        whole = not _is_pieces(record)
+        # A list of pairs (first token, record) is that of a sequence of several turns.
+        is_list = isinstance(record, list | tuple)
+        whole = not (is_list and all(isinstance(piece, tuple) and len(piece) == 2 for piece in record))
         for first, piece in [(start, record)] if whole else record:
             if piece is None:
                 continue
@@ -259,15 +257,8 @@ def _place_records(
     slots = max([rows.shape[-1] for _, rows in pieces] + [max((k or 1) for k in of.k)])
     routes = torch.full((*shape, of.layers, slots), NO_RECORD)
     for (row, places), rows in pieces:
-        unused = torch.tensor(of.experts).view(1, -1, 1).expand(len(rows), -1, slots - rows.shape[-1])
-        unused = unused.where((rows >= 0).all(-1, keepdim=True), NO_RECORD)
-        routes[row, places] = torch.cat([rows, unused], dim=-1)
+        routes[row, places] = of.widened(rows, slots)
     return routes
-
-
-def _is_pieces(record: Any) -> bool:
-    """Whether a record is a list of pairs (first token, record), for a sequence of several turns."""
-    return isinstance(record, list | tuple) and all(isinstance(piece, tuple) and len(piece) == 2 for piece in record)
 
 
 def _as_record(given: Any, tokens: int, of: RoutedModel, name: str) -> Tensor:
@@ -284,26 +275,22 @@ def _as_record(given: Any, tokens: int, of: RoutedModel, name: str) -> Tensor:
         dense = f", or {of.all_layers} with the dense ones" if of.all_layers != of.layers else ""
         raise ValueError(f"{name}: its record has {layers} layers; this model has {of.layers} MoE layers{dense}.")
     if layers != of.layers:
-        values = values[:, list(of.places)]
+        values = values[:, of.places]
     rows = torch.from_numpy(values.astype(np.int64))
-    _require_slots(rows.shape[-1], of, name)
+    slots, fixed = rows.shape[-1], [k for k in of.k if k is not None]
+    most = max(fixed, default=slots)
+    if slots != most and (len(fixed) == len(of.k) or slots < most):
+        fused = (
+            ": the engine has fused the shared expert into the routed ones; switch that off (SGLang: "
+            "--disable-shared-experts-fusion)"
+        )
+        raise ValueError(
+            f"{name}: its record has {slots} slots, but this model selects k = {most} experts for each token"
+            f"{fused if slots == most + 1 else ''}."
+        )
     for index, (experts, k) in enumerate(zip(of.experts, of.k, strict=True)):
         require_values(rows[:, index], experts, k, f"{name}, {of.layer_name(index)}")
     return rows
-
-
-def _require_slots(slots: int, of: RoutedModel, name: str) -> None:
-    """Raise ValueError if records have another number of slots than the tokens of the model have experts."""
-    fixed = [k for k in of.k if k is not None]
-    if not fixed or slots == max(fixed) or (len(fixed) < len(of.k) and slots > max(fixed)):
-        return
-    k = max(fixed)
-    if slots == k + 1:
-        raise ValueError(
-            f"{name}: its record has {slots} slots, and this model selects k = {k} experts: the engine has fused the shared "
-            "expert into the routed ones; switch that off (SGLang: --disable-shared-experts-fusion)."
-        )
-    raise ValueError(f"{name}: its record has {slots} slots, but this model selects k = {k} experts for each token.")
 
 
 def _as_array(given: Any, name: str) -> Any:

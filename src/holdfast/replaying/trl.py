@@ -107,22 +107,17 @@ class RolloutReplay:
         finally:
             self._routes = None
 
-    def _get_per_token_logps_and_entropies(
-        self,
-        model: Any,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        logits_to_keep: int,
-        batch_size: int | None = None,
-        *given: Any,
-        **options: Any,
-    ) -> Any:
+    def _get_per_token_logps_and_entropies(self, model: Any, input_ids: Tensor, *given: Any, **options: Any) -> Any:
         if self.replay and not self._is_reference(model):
-            routes = self._routes_of(tuple(input_ids.shape), input_ids.device)
-            model = _in_parts(model, routes.split(batch_size or len(routes)))
-        return super()._get_per_token_logps_and_entropies(  # type: ignore[misc]
-            model, input_ids, attention_mask, logits_to_keep, batch_size, *given, **options
-        )
+            routes, policy = self._routes_of(tuple(input_ids.shape), input_ids.device), model
+            # The arguments after `input_ids` are attention_mask, logits_to_keep and batch_size.
+            batch_size = given[2] if len(given) > 2 else options.get("batch_size")
+            parts = iter(routes.split(batch_size or len(routes)))
+
+            def model(**inputs: Any) -> Any:  # TRL calls it with the rows of the batch in their order
+                return policy(**inputs, **{ROUTED_EXPERTS: next(parts)})
+
+        return super()._get_per_token_logps_and_entropies(model, input_ids, *given, **options)  # type: ignore[misc]
 
     def _routes_of(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
         """Return the routes of the current batch, of this shape (B,N)."""
@@ -145,16 +140,6 @@ class RolloutReplay:
             return False
         status = adapted.get_model_status()
         return status.enabled is False or status.active_adapters == ["ref"]
-
-
-def _in_parts(model: Any, parts: Sequence[Tensor]) -> Callable[..., Any]:
-    """Return a function that calls the model with the next part of the routes each time: TRL takes rows in their order."""
-    left = iter(parts)
-
-    def call(**inputs: Any) -> Any:
-        return model(**inputs, **{ROUTED_EXPERTS: next(left)})
-
-    return call
 
 
 def _require_recordable(trainer: Any) -> None:

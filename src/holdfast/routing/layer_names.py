@@ -31,7 +31,7 @@ class LayerRouter:
     """One router of a name, and the layers it is for."""
 
     router: str  # without brackets and layers
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
     k: int | None = None
     layers: str | None = None  # as written; None: the layers that no other router of the name is for
 

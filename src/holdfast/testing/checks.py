@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from holdfast.kernels.select import top_reference
 from holdfast.layers.losses import TERMS, Losses
-from holdfast.routing import Context, Router, RouterCache, Routing, Score, Scores, Selector, Traits
+from holdfast.routing import Context, Router, RouterCache, Routing, Score, Scores, Selector
 from holdfast.testing.router_under_test import (
     GRADIENT_TOLERANCE,
     STEEP,
@@ -221,21 +221,15 @@ def causality(subject: RouterUnderTest) -> None:
     Training traits are tested with batches that do not overflow (`SelectorDeclarations.overflow`).
     """
     for training in (False, True):
-        moved = any(
-            _later_tokens_matter(subject, tokens, other, training)
-            for tokens, other in (
-                (subject.tokens(), subject.tokens(seed=1)),
-                (subject.crowded_tokens(), subject.tokens(seed=1)),
-            )
-        )
-        declared, trait = _traits(subject, training).causal, "causal in training" if training else "causal"
-        _declared(declared, not moved, trait, "a later token changes the routing of earlier tokens")
+        batches = subject.tokens(), subject.crowded_tokens()
+        moved = any(_later_tokens_matter(subject, tokens, training) for tokens in batches)
+        _declared(subject, "causal", not moved, "a later token changes the routing of earlier tokens", training)
 
 
-def _later_tokens_matter(subject: RouterUnderTest, tokens: Tensor, other: Tensor, training: bool) -> bool:
-    """Return whether the routing of the first tokens changes if those after them are replaced by `other` tokens."""
+def _later_tokens_matter(subject: RouterUnderTest, tokens: Tensor, training: bool) -> bool:
+    """Return whether the routing of the first tokens changes if those after them are replaced by others."""
     cut = 9
-    changed = torch.cat([tokens[:, :cut], other[:, cut:]], dim=1)
+    changed = torch.cat([tokens[:, :cut], subject.tokens(seed=1)[:, cut:]], dim=1)
     if training and any(subject.overflows(x, subject.context(x, causal=True)) for x in (tokens, changed)):
         return False
     before, after = (
@@ -243,10 +237,6 @@ def _later_tokens_matter(subject: RouterUnderTest, tokens: Tensor, other: Tensor
         for x in (tokens, changed)
     )
     return bool(differing(before, after, weights_within=STEEP).any())
-
-
-def _traits(subject: RouterUnderTest, training: bool) -> Traits:
-    return subject.prototype.training_traits if training else subject.prototype.traits
 
 
 def sequence_awareness(subject: RouterUnderTest) -> None:
@@ -261,7 +251,7 @@ def sequence_awareness(subject: RouterUnderTest) -> None:
         for x in (tokens, changed)
     )
     moved = bool(differing(before, after, weights_within=STEEP).any())
-    _declared(router.traits.sequence_aware, moved, "sequence_aware", "other tokens of the sequence change nothing")
+    _declared(subject, "sequence_aware", moved, "other tokens of the sequence change nothing")
 
 
 def padding(subject: RouterUnderTest) -> None:
@@ -321,17 +311,12 @@ def _nan_in_padding(subject: RouterUnderTest, tokens: Tensor, real: Tensor) -> N
         routing = router(x, context)
         own = routing.dense_weights.where(real.view(-1, 1), 0.0)
         total = (own * torch.linspace(-1, 1, own.shape[1])).sum() + routing.loss
+        total = total if total.requires_grad else total.requires_grad_()  # the routing of `hash` has no gradient
         wanted = {"tokens": x, **{name: p for name, p in router.named_parameters() if p.requires_grad}}
-        if total.requires_grad:
-            grads = torch.autograd.grad(total, list(wanted.values()), allow_unused=True, materialize_grads=True)
-            found = {f"the gradient of {name}": grad for name, grad in zip(wanted, grads, strict=True)}
-        else:
-            found = {}
-        found |= {
-            "the loss": routing.loss,
-            **{f"the state {name}": state for name, state in state_of(router.eval()).items()},
-        }
-        outcomes.append(found)
+        grads = torch.autograd.grad(total, list(wanted.values()), allow_unused=True, materialize_grads=True)
+        results = {f"the gradient of {name}": grad for name, grad in zip(wanted, grads, strict=True)}
+        results |= {f"the state {name}": state for name, state in state_of(router.eval()).items()}
+        outcomes.append({"the loss": routing.loss, **results})
     for name, expected in outcomes[0].items():
         torch.testing.assert_close(outcomes[1][name], expected, msg=f"NaN in padding changes {name}")
 
@@ -344,9 +329,8 @@ def batch_invariance(subject: RouterUnderTest) -> None:
     for training in (False, True):
         if not (training and _draws(subject)):  # more tokens draw other random numbers
             moved = any(_others_matter(subject, tokens, training) for tokens in (subject.tokens(), subject.crowded_tokens()))
-            declared = _traits(subject, training).batch_invariant
-            trait = "batch_invariant in training" if training else "batch_invariant"
-            _declared(declared, not moved, trait, "other sequences or padding change the routing of a token")
+            otherwise = "other sequences or padding change the routing of a token"
+            _declared(subject, "batch_invariant", not moved, otherwise, training)
 
 
 def _others_matter(subject: RouterUnderTest, tokens: Tensor, training: bool) -> bool:
@@ -374,17 +358,15 @@ def cached_decoding(subject: RouterUnderTest) -> str:
     router, tokens = subject.build().eval(), subject.tokens(2, DECODING_STEPS)
     context = subject.context(tokens, causal=True)
     full = router(tokens, context)
-    cache, pieces, prompt = RouterCache(), [], 5
-    bounds = [(0, prompt), *((t, t + 1) for t in range(prompt, DECODING_STEPS))]
-    with patch.object(Router, "_refuse_cache"):  # a router that denies the trait may have it
-        for start, end in bounds:
-            pieces.append(router(tokens[:, start:end], steps(context, start, end, cache)))
-    stepwise = _join(pieces, sequences=2)
-    moved = int(differing(full, stepwise, weights_within=STEEP).sum())
-    _declared(
-        router.traits.cacheable, moved == 0, "cacheable", f"{moved} tokens have another routing when decoded step by step"
-    )
-    undecided = int((full.chosen != stepwise.chosen).any(-1).sum()) - moved
+    cache, moved, undecided, prompt = RouterCache(), 0, 0, 5
+    for start, end in [(0, prompt), *((t, t + 1) for t in range(prompt, DECODING_STEPS))]:
+        with patch.object(Router, "_refuse_cache"):  # a router that denies the trait may have it
+            decoded = router(tokens[:, start:end], steps(context, start, end, cache))
+        expected = _part(full, tokens.shape[:2], slice(None), slice(start, end))
+        differs = differing(expected, decoded, weights_within=STEEP)
+        moved += int(differs.sum())
+        undecided += int(((expected.chosen != decoded.chosen).any(-1) & ~differs).sum())
+    _declared(subject, "cacheable", moved == 0, f"{moved} tokens have another routing when decoded step by step")
     return f"{undecided} of {full.chosen.shape[0]} tokens were numerically undecided"
 
 
@@ -396,8 +378,12 @@ def float32_routing(subject: RouterUnderTest) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         routing = subject.build().eval()(tokens, context)
     _same_bits(routing, expected, "under autocast")
-    with _matmul_precision("medium"):
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
         routing = subject.build().eval()(tokens, context)
+    finally:
+        torch.set_float32_matmul_precision(precision)
     _same_bits(routing, expected, "under set_float32_matmul_precision('medium')")
     rounded = subject.build().eval()
     state = state_of(rounded)
@@ -427,21 +413,14 @@ def _raises_value_error(what: str, naming: str | None = None) -> Iterator[None]:
         raise AssertionError(f"{what} does not raise ValueError")
 
 
-@contextmanager
-def _matmul_precision(setting: str) -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(setting)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-def _declared(declared: bool, observed: bool, trait: str, otherwise: str) -> None:
-    if declared:
-        assert observed, f"it declares the trait {trait}, but {otherwise}"
+def _declared(subject: RouterUnderTest, trait: str, observed: bool, otherwise: str, training: bool = False) -> None:
+    """Check that a trait is declared if and only if it is `observed`; `otherwise` says what was seen if it is not."""
+    router = subject.prototype
+    name = f"{trait} in training" if training else trait
+    if getattr(router.training_traits if training else router.traits, trait):
+        assert observed, f"it declares the trait {name}, but {otherwise}"
     else:
-        assert not observed, f"it does not declare the trait {trait}, but has it here: declare it"
+        assert not observed, f"it does not declare the trait {name}, but has it here: declare it"
 
 
 def _right_padding(sequences: int, length: int, padded: int) -> Tensor:
@@ -454,18 +433,6 @@ def _right_padding(sequences: int, length: int, padded: int) -> Tensor:
 def _part(routing: Routing, shape: torch.Size, sequences: slice, positions: slice) -> Routing:
     """Return some sequences and positions of the routing of tokens of `shape` (B,N)."""
     return routing.map_tokens(lambda rows: rows.unflatten(0, shape)[sequences, positions].flatten(0, 1))
-
-
-def _join(pieces: list[Routing], sequences: int) -> Routing:
-    """Return the routings of consecutive pieces of the sequences as one."""
-
-    def join(name: str) -> Tensor:
-        parts = [getattr(piece, name).unflatten(0, (sequences, -1)) for piece in pieces]
-        return torch.cat(parts, dim=1).flatten(0, 1)
-
-    has_slots = pieces[0].dispatch is not None
-    dispatch, shares = (join(name) if has_slots else None for name in ("dispatch", "shares"))
-    return Routing(join("logits"), join("gates"), join("experts"), join("weights"), dispatch=dispatch, shares=shares)
 
 
 def save_and_load(subject: RouterUnderTest) -> None:
@@ -517,7 +484,8 @@ def no_inert_coefficient(subject: RouterUnderTest) -> None:
         router.losses = Losses(**{change: 1.0}) if change in TERMS else None
         for part in router.all_parts:
             for name in part.coefficients:
-                _set_coefficient(part, name, 1.0 if name == change else 0.0)
+                held, value = getattr(part, name), float(name == change)
+                setattr(part, name, held.fill_(value) if isinstance(held, Tensor) else value)
         wanted = [x, *(p for p in router.parameters() if p.requires_grad)]
         total = objective(router(x, subject.context(tokens)))
         return list(torch.autograd.grad(total, wanted, allow_unused=True, materialize_grads=True))
@@ -532,14 +500,6 @@ def no_inert_coefficient(subject: RouterUnderTest) -> None:
             assert moved < ROUNDING, f"it declares equal loads, but the coefficient of {change!r} changes a gradient"
         else:
             assert moved, f"the coefficient of {change!r} changes no gradient"
-
-
-def _set_coefficient(part: torch.nn.Module, name: str, value: float) -> None:
-    current = getattr(part, name)
-    if isinstance(current, Tensor):
-        current.fill_(value)
-    else:
-        setattr(part, name, value)
 
 
 def no_inert_parameter(subject: RouterUnderTest) -> None:
@@ -634,7 +594,11 @@ def _compare_with_differences(subject: RouterUnderTest) -> None:
         context, along = subject.context(tokens), _directions(router, tokens)
         if not _has_true_gradient(router, tokens, context, along):
             continue
-        coarse, fine = (_differences(router, tokens, context, along, step) for step in STEPS)
+        differences = []
+        for step in STEPS:
+            above, below = (_after_step(router, tokens, context, along, by)[1] for by in (step, -step))
+            differences.append([(high - low) / (2 * step) for high, low in zip(above, below, strict=True)])
+        coarse, fine = differences
         if _largest_error(coarse, fine) > DIFFERENCE_TOLERANCE / 2:
             continue  # a token flips, or a gate becomes 0, within a step
         error = _largest_error(_derivative(router, router, tokens, context, along), fine)
@@ -671,23 +635,14 @@ def _after_step(
     router: Router, tokens: Tensor, context: Context, along: Sequence[Tensor], step: float
 ) -> tuple[float, list[Tensor]]:
     """Return the objective and its gradients after a step in a direction."""
-    wanted = _trainable(router)
-    before = [parameter.detach().clone() for parameter in wanted]
+    moved, x = copy.deepcopy(router), (tokens + step * along[0]).requires_grad_()
+    wanted = _trainable(moved)
     with torch.no_grad():
         for parameter, way in zip(wanted, along[1:], strict=True):
             parameter.add_(way, alpha=step)
-    x = (tokens + step * along[0]).requires_grad_()
-    total = objective(router(x, context))
+    total = objective(moved(x, context))
     grads = torch.autograd.grad(total, [x, *wanted], allow_unused=True, materialize_grads=True)
-    with torch.no_grad():
-        for parameter, value in zip(wanted, before, strict=True):
-            parameter.copy_(value)
     return float(total.detach()), list(grads)
-
-
-def _differences(router: Router, tokens: Tensor, context: Context, along: Sequence[Tensor], step: float) -> list[Tensor]:
-    above, below = (_after_step(router, tokens, context, along, by)[1] for by in (step, -step))
-    return [(high - low) / (2 * step) for high, low in zip(above, below, strict=True)]
 
 
 def _has_true_gradient(router: Router, tokens: Tensor, context: Context, along: Sequence[Tensor]) -> bool:

@@ -158,15 +158,13 @@ def steps(context: Context, start: int, end: int, cache: RouterCache) -> Context
     def cut(rows: Tensor) -> Tensor:
         return rows.unflatten(0, (sequences, length))[:, start:end].flatten(0, 1)
 
-    routing = previous.routing
-    routing = routing.map_tokens(cut)
     return replace(
         context,
         cache=cache,
         token_mask=None if context.token_mask is None else context.token_mask[:, start:end],
         token_ids=context.token_ids[:, start:end],
         modality=None if context.modality is None else context.modality[:, start:end],
-        previous=Previous(previous.tokens[:, start:end], routing),
+        previous=Previous(previous.tokens[:, start:end], previous.routing.map_tokens(cut)),
         attention=replace(
             attention,
             query=attention.query[:, :, start:end],

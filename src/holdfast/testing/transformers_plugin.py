@@ -31,8 +31,13 @@ def pytest_configure(config: pytest.Config) -> None:
     """Patch the causal language models of transformers, so that they are rerouted when they are built."""
     router = config.getoption("--holdfast-router")
     if router is not None:
-        for model_class in _causal_model_classes():
-            _reroute_when_built(model_class, router)
+        from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+        from holdfast.hub.families import MOE_FAMILIES
+
+        for config_class in (CONFIG_MAPPING[name] for name in MOE_FAMILIES if name in CONFIG_MAPPING):
+            if config_class in MODEL_FOR_CAUSAL_LM_MAPPING:
+                _reroute_when_built(MODEL_FOR_CAUSAL_LM_MAPPING[config_class], router)
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
@@ -59,23 +64,6 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         terminalreporter.write_line(f"holdfast: {_counts['rerouted']} models were rerouted")
 
 
-def _causal_model_classes() -> list[Any]:
-    """Return the causal language model class of each MoE family that this version of transformers has."""
-    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
-
-    from holdfast.hub.families import MOE_FAMILIES
-
-    known = [CONFIG_MAPPING[name] for name in MOE_FAMILIES if name in CONFIG_MAPPING]
-    return [MODEL_FOR_CAUSAL_LM_MAPPING[config] for config in known if config in MODEL_FOR_CAUSAL_LM_MAPPING]
-
-
-def _zero_non_finite(model: Any) -> None:
-    """Replace NaN and infinity in uninitialised parameters by 0, because `reroute` raises an error for NaN in a gate."""
-    for parameter in model.parameters():
-        if not parameter.is_meta:
-            parameter.data.nan_to_num_(0.0, 0.0, 0.0)
-
-
 def _reroute_when_built(model_class: Any, router: str) -> None:
     """Replace `__init__` and `from_pretrained` of a model class: new models are rerouted, loaded models are not."""
     from holdfast.hub.convert import reroute
@@ -86,7 +74,9 @@ def _reroute_when_built(model_class: Any, router: str) -> None:
     def build_and_reroute(model: Any, *arguments: Any, **options: Any) -> None:
         build(model, *arguments, **options)
         if type(model) is model_class and not _counts["loading"]:
-            _zero_non_finite(model)
+            for parameter in model.parameters():  # `reroute` raises an error for NaN in a gate that is not initialised
+                if not parameter.is_meta:
+                    parameter.data.nan_to_num_(0.0, 0.0, 0.0)
             reroute(model, router)
             _counts["rerouted"] += 1
 

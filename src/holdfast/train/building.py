@@ -21,9 +21,9 @@ from torch import nn
 
 from holdfast.hub import reroute, sparsify
 from holdfast.hub.convert import choose_layers, set_losses
-from holdfast.hub.families import DENSE_FAMILIES, dense_family, find_submodule, mixer_of, moe_family
+from holdfast.hub.families import DENSE_FAMILIES
 from holdfast.hub.install import specs_of
-from holdfast.hub.layers import is_moe, layer_infos, moe_layers
+from holdfast.hub.layers import dense_family, find_submodule, is_moe, layer_infos, mixer_of, moe_family, moe_layers
 from holdfast.hub.replacements import SparseLayer
 from holdfast.hub.specs import LayerSpec
 from holdfast.layers.losses import Losses

@@ -152,7 +152,11 @@ def disagreement(found: _Trial, expected: _Trial) -> str | None:
     for name, gradient in expected.gradients.items():
         differences[f"the gradient of {name}"] = _excess(found.gradients[name], gradient, SMALL * total)
     for name, value in expected.state.items():
-        differences[f"the router state {name}"] = _excess(*_without_equal(found.state[name], value), ROUNDING / TOLERANCE)
+        other = found.state[name]
+        # Both may be the same infinity or NaN, as a router's state is before its first batch.
+        equal = ~value.isfinite() & ((other == value) | (other.isnan() & value.isnan()))
+        excess = _excess(other.masked_fill(equal, 0), value.masked_fill(equal, 0), ROUNDING / TOLERANCE)
+        differences[f"the router state {name}"] = excess
     shares = torch.stack([share.to(total.device) for share in differences.values()]).tolist()
     worst = max(zip(shares, differences, strict=True), key=lambda pair: float("inf") if pair[0] != pair[0] else pair[0])
     if worst[0] <= TOLERANCE:
@@ -163,12 +167,6 @@ def disagreement(found: _Trial, expected: _Trial) -> str | None:
 def _excess(found: Tensor, expected: Tensor, small: Tensor | float) -> Tensor:
     """Return |found - expected| / (|expected| + small)."""
     return (found - expected).float().norm() / (expected.float().norm() + small)
-
-
-def _without_equal(found: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both with 0 where both are the same infinity or NaN, as a router's state may be before its first batch."""
-    equal = ~expected.isfinite() & ((found == expected) | (found.isnan() & expected.isnan()))
-    return found.masked_fill(equal, 0), expected.masked_fill(equal, 0)
 
 
 def first_line(failure: BaseException) -> str:

@@ -37,7 +37,6 @@ class DenseFamily:
     causal: bool | None = None  # None: the attention says whether no token attends to a later one
     reads_token_ids: bool = True  # the layers' tokens are those of the model's input_ids
     others: tuple["DenseFamily", ...] = ()  # rows of other layers of the family: of a decoder, or gated ones
-    since: str = "5.17"
 
     @property
     def rows(self) -> tuple["DenseFamily", ...]:
@@ -67,16 +66,23 @@ class DenseLayer:
         return self.layer.get_submodule(self.family.down)
 
 
-_GATED: dict[str, Any] = {
-    "place": "mlp",
-    "up": ("mlp.gate_proj", "mlp.up_proj"),
-    "down": "mlp.down_proj",
-    "attention": "self_attn",
-    "projection": "self_attn.o_proj",
-    "gated": True,
-}
-_ENCODER: dict[str, Any] = {"place": "mlp", "up": ("mlp.fc1",), "down": "mlp.fc2", "gated": False}
-_TOWER: dict[str, Any] = {**_ENCODER, "attention": "self_attn", "projection": "self_attn.out_proj"}
+def _paths(place: str, up: str, down: str, attention: str, projection: str, *, gated: bool = False) -> dict[str, Any]:
+    """Return the entries of a row whose feed-forward network is the module `place`; `up` has one name or two."""
+    return {
+        "place": place,
+        "up": tuple(f"{place}.{name}" for name in up.split()),
+        "down": f"{place}.{down}",
+        "attention": attention,
+        "projection": f"{attention}.{projection}",
+        "gated": gated,
+    }
+
+
+_GATED = _paths("mlp", "gate_proj up_proj", "down_proj", "self_attn", "o_proj", gated=True)
+_TOWER = _paths("mlp", "fc1", "fc2", "self_attn", "out_proj")
+_VIT = _paths("mlp", "fc1", "fc2", "attention", "o_proj")
+_GPT: dict[str, Any] = {"activation": "activation_function", "dropout": "mlp.dropout"}
+_OWN_CAUSAL: dict[str, Any] = {"own_attention": True, "causal": True}
 _BERT: dict[str, Any] = {
     "place": "intermediate",
     "up": ("intermediate.dense",),
@@ -86,7 +92,7 @@ _BERT: dict[str, Any] = {
     "gated": False,
     "bypassed": ("output.dense",),
 }
-_FOUR_H: dict[str, Any] = {"up": ("mlp.dense_h_to_4h",), "down": "mlp.dense_4h_to_h", "gated": False}
+_BLOOM: dict[str, Any] = _paths("mlp", "dense_h_to_4h", "dense_4h_to_h", "self_attention", "dense")
 _IN_LAYER: dict[str, Any] = {  # the linear maps are modules of the layer itself
     "place": "fc1",
     "up": ("fc1",),
@@ -99,21 +105,18 @@ _IN_LAYER: dict[str, Any] = {  # the linear maps are modules of the layer itself
 }
 
 
-def _t5(layer: int, gated: bool) -> dict[str, Any]:
-    """Return the entries of a T5 layer, whose feed-forward network is the last of two (encoder) or three modules."""
+def _t5(layer: int, *, gated: bool, others: tuple[DenseFamily, ...] = ()) -> DenseFamily:
+    """Return the row of T5 layers whose feed-forward network is the last of two (encoder) or three modules."""
     place = f"layer.{layer}.DenseReluDense"
-    return {
-        "place": place,
-        "up": (f"{place}.wi_0", f"{place}.wi_1") if gated else (f"{place}.wi",),
-        "down": f"{place}.wo",
-        "attention": "layer.0.SelfAttention",
-        "projection": "layer.0.SelfAttention.o",
-        "gated": gated,
-        "activation": "dense_act_fn",
-        "inner_dropout": f"{place}.dropout",
-        "own_attention": True,
-        "reads_token_ids": False,
-    }
+    return DenseFamily(
+        "t5",
+        **_paths(place, "wi_0 wi_1" if gated else "wi", "wo", "layer.0.SelfAttention", "o", gated=gated),
+        activation="dense_act_fn",
+        inner_dropout=f"{place}.dropout",
+        own_attention=True,
+        reads_token_ids=False,
+        others=others,
+    )
 
 
 def _alike(*model_types: str, **row: Any) -> list[DenseFamily]:
@@ -128,45 +131,18 @@ DENSE_FAMILIES = {
         *_alike("olmo2", "smollm3", "granite", "cohere", "stablelm", **_GATED),
         *_alike("gemma2", "gemma3_text", **_GATED, activation="hidden_activation"),
         DenseFamily("llava", **_GATED),  # with a Llama
-        DenseFamily("phi3", **{**_GATED, "up": ("mlp.gate_up_proj",)}),
-        DenseFamily("phi", attention="self_attn", projection="self_attn.dense", **_ENCODER),
-        DenseFamily(
-            "gpt2", "mlp", ("mlp.c_fc",), "mlp.c_proj", "attn", "attn.c_proj", False, "activation_function", "mlp.dropout"
-        ),
-        DenseFamily("gpt_neox", "mlp", attention="attention", projection="attention.dense", **_FOUR_H),
-        DenseFamily(
-            "gptj",
-            "mlp",
-            ("mlp.fc_in",),
-            "mlp.fc_out",
-            "attn",
-            "attn.out_proj",
-            False,
-            "activation_function",
-            "mlp.dropout",
-            own_attention=True,
-            causal=True,
-        ),
-        DenseFamily(
-            "falcon",
-            "mlp",
-            attention="self_attention",
-            projection="self_attention.dense",
-            activation="activation",
-            own_attention=True,
-            causal=True,
-            **_FOUR_H,
-        ),
+        DenseFamily("phi3", **_paths("mlp", "gate_up_proj", "down_proj", "self_attn", "o_proj", gated=True)),
+        DenseFamily("phi", **_paths("mlp", "fc1", "fc2", "self_attn", "dense")),
+        DenseFamily("gpt2", **_paths("mlp", "c_fc", "c_proj", "attn", "c_proj"), **_GPT),
+        DenseFamily("gpt_neox", **_paths("mlp", "dense_h_to_4h", "dense_4h_to_h", "attention", "dense")),
+        DenseFamily("gptj", **_paths("mlp", "fc_in", "fc_out", "attn", "out_proj"), **_GPT, **_OWN_CAUSAL),
+        DenseFamily("falcon", **_BLOOM, activation="activation", **_OWN_CAUSAL),
         DenseFamily(
             "bloom",
-            "mlp.dense_h_to_4h",
-            attention="self_attention",
-            projection="self_attention.dense",
+            **{**_BLOOM, "place": "mlp.dense_h_to_4h"},
             activation_module="mlp.gelu_impl",
             bypassed=("mlp.gelu_impl", "mlp.dense_4h_to_h"),
-            own_attention=True,
-            causal=True,
-            **_FOUR_H,
+            **_OWN_CAUSAL,
         ),
         DenseFamily("opt", **_IN_LAYER),
         *_alike("bert", "roberta", "xlm-roberta", "electra", **_BERT),
@@ -179,66 +155,42 @@ DENSE_FAMILIES = {
         ),
         DenseFamily(
             "distilbert",
-            "ffn",
-            ("ffn.lin1",),
-            "ffn.lin2",
-            "attention",
-            "attention.out_lin",
-            False,
-            "activation",
-            "ffn.dropout",
+            **_paths("ffn", "lin1", "lin2", "attention", "out_lin"),
+            activation="activation",
+            dropout="ffn.dropout",
         ),
         DenseFamily(
             "modernbert",
-            "mlp",
-            ("mlp.Wi",),
-            "mlp.Wo",
-            "attn",
-            "attn.Wo",
-            True,
-            "hidden_activation",
+            **_paths("mlp", "Wi", "Wo", "attn", "Wo", gated=True),
+            activation="hidden_activation",
             inner_dropout="mlp.drop",
         ),
-        DenseFamily(
-            "t5",
-            **_t5(1, gated=False),
-            others=(
-                DenseFamily("t5", **_t5(2, gated=False)),
-                DenseFamily("t5", **_t5(1, gated=True)),
-                DenseFamily("t5", **_t5(2, gated=True)),
-            ),
-        ),
+        _t5(1, gated=False, others=(_t5(2, gated=False), _t5(1, gated=True), _t5(2, gated=True))),
         *_alike("bart", "whisper", **_IN_LAYER, zero_dropout="activation_dropout", reads_token_ids=False),
         DenseFamily(
             "wav2vec2",
-            "feed_forward",
-            ("feed_forward.intermediate_dense",),
-            "feed_forward.output_dense",
-            "attention",
-            "attention.out_proj",
-            False,
+            **_paths("feed_forward", "intermediate_dense", "output_dense", "attention", "out_proj"),
             dropout="feed_forward.output_dropout",
             inner_dropout="feed_forward.intermediate_dropout",
             reads_token_ids=False,
         ),
-        *_alike("vit", "deit", attention="attention", projection="attention.o_proj", **_ENCODER),
+        *_alike("vit", "deit", **_VIT),
         DenseFamily(
             "dinov2",
-            attention="attention",
-            projection="attention.o_proj",
-            **_ENCODER,
+            **_VIT,
             others=(
                 DenseFamily(
                     "dinov2",
-                    **{**_GATED, "attention": "attention", "projection": "attention.o_proj"},
+                    **_paths("mlp", "gate_proj up_proj", "down_proj", "attention", "o_proj", gated=True),
                     activation_module="mlp.act_fn",
                 ),
-                DenseFamily(  # of older versions of transformers
-                    "dinov2", attention="attention.attention", projection="attention.output.dense", **_ENCODER
+                # Of older versions of transformers:
+                DenseFamily(
+                    "dinov2", **{**_VIT, "attention": "attention.attention", "projection": "attention.output.dense"}
                 ),
             ),
         ),
-        DenseFamily("swin", attention="attention", projection="attention.o_proj", windowed=True, **_ENCODER),
+        DenseFamily("swin", **_VIT, windowed=True),
         DenseFamily("swinv2", **_BERT, windowed=True),
         *_alike("siglip", "siglip_text_model", "siglip_vision_model", **_TOWER),
         *_alike("clip", "clip_text_model", "clip_vision_model", **_TOWER),
@@ -265,14 +217,14 @@ def new_experts(dense: DenseLayer, experts: int, hidden: int | None) -> Experts:
         dim,
         inner if hidden is None else hidden,
         experts,
-        activation=activation_of(dense),
+        activation=_activation_of(dense),
         gated=dense.family.gated,
         bias=getattr(dense.down, "bias", None) is not None,
         **device_and_dtype(dense.down.weight),
     )
 
 
-def activation_of(dense: DenseLayer) -> str | Activation:
+def _activation_of(dense: DenseLayer) -> str | Activation:
     """Return the activation of a layer: our name for it if there is a fused kernel, else the model's own function."""
     from transformers.activations import ACT2FN
 
@@ -282,12 +234,10 @@ def activation_of(dense: DenseLayer) -> str | Activation:
         return own
     name = getattr(dense.config, family.activation)
     name = OUR_ACTIVATIONS.get(name, name)
-    known: str | Activation = name if name in ACTIVATIONS else ACT2FN[name]
     inner: Any = None if family.inner_dropout is None else dense.layer.get_submodule(family.inner_dropout)
-    dropout = 0.0 if inner is None else float(inner.p)
-    if not dropout:
-        return known
-    return DroppedActivation(ACTIVATIONS[known] if isinstance(known, str) else known, dropout)
+    if inner is not None and inner.p:
+        return DroppedActivation(ACTIVATIONS.get(name) or ACT2FN[name], float(inner.p))
+    return name if name in ACTIVATIONS else ACT2FN[name]  # type: ignore[no-any-return]
 
 
 def linear_shape(linear: Any) -> tuple[int, int]:
@@ -326,4 +276,4 @@ def dense_weights(dense: DenseLayer) -> dict[str, Tensor]:
 
 def initial_std(config: Any) -> float:
     """Return the standard deviation of the model's initial weights."""
-    return float(getattr(config, "initializer_range", 0.02))
+    return float(getattr(config, "initializer_range", None) or 0.02)

@@ -20,7 +20,6 @@ from holdfast.routing.declarations import (
     SIGMOID,
     SOFTMAX,
     Conditions,
-    GateFunction,
     NoCertificate,
     keep_best,
     keep_best_in_groups,
@@ -30,6 +29,7 @@ from holdfast.routing.rules import Rule, Scores
 from holdfast.routing.selection import Softmax, faded_gates
 
 GROUPS, GROUPS_KEPT = "num_group", "topk_group"  # attributes of gates with groups of experts
+RENORMALISES = "norm_topk_prob"  # the attribute of gates that says whether weights are divided by their sum
 
 
 class BestGates(Rule):
@@ -42,23 +42,13 @@ class BestGates(Rule):
 
     ordered = False  # ranked with the bias, weighted without
 
-    def __init__(
-        self,
-        gate: GateFunction,
-        *,
-        owner: Any = None,
-        bias: str | None = None,
-        groups: int = 1,
-        groups_kept: int = 1,
-        counted: int = HIGHEST_OF_GROUP,
-        renormalise: bool = True,
-    ) -> None:
-        """`bias` is the name of the bias in the module `owner`. It is looked up at every use: offloading replaces it."""
-        self.gate, self.owner, self.bias_name = gate, owner, bias
-        self.groups, self.groups_kept, self.counted = groups, groups_kept, counted
-        self.renormalise = renormalise
+    def __init__(self, declared: "GateRule", owner: Any, groups: int, groups_kept: int, renormalise: bool) -> None:
+        """`owner` is the module that has the bias. It is looked up there at every use: offloading replaces it."""
+        self.gate = SOFTMAX if declared.gates == "softmax" else SIGMOID
+        self.owner, self.bias_name, self.counted = owner, declared.bias, declared.counted
+        self.groups, self.groups_kept, self.renormalise = groups, groups_kept, renormalise
         # Levels are logits, as for a softmax, or gates between 0 and 1.
-        self.strip = Rule.strip if bias is None else 0.02
+        self.strip = Rule.strip if declared.bias is None else 0.02
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "BestGates":
         """Copy the rule with the copy of its owner; if the owner is not copied, share it."""
@@ -110,20 +100,6 @@ class BestGates(Rule):
         return keep_best_in_groups(keys, k, self.groups, self.groups_kept, "gates", bias)
 
 
-class GroupedSigmoid(BestGates):
-    """DeepSeek-V3: gates are sigmoids; the k largest gates plus a correction bias, within the best groups of experts."""
-
-    def __init__(self, gate: Any) -> None:
-        super().__init__(
-            SIGMOID,
-            owner=gate,
-            bias="e_score_correction_bias",
-            groups=int(gate.num_group),
-            groups_kept=int(gate.topk_group),
-            renormalise=bool(gate.norm_topk_prob),
-        )
-
-
 @dataclass(frozen=True)
 class GateRule:
     """A rule of the common kinds, as a function of a gate, and of the block if that has the bias.
@@ -133,7 +109,7 @@ class GateRule:
     """
 
     gates: Literal["softmax", "sigmoid"]
-    renormalise: bool
+    renormalise: bool | None  # whether weights are divided by their sum; None: the gate's `norm_topk_prob` says it
     bias: str | None = None
     grouped: bool = False
     counted: int = 2  # experts whose keys are the value of a group
@@ -141,17 +117,10 @@ class GateRule:
     def __call__(self, gate: Any, block: Any = None) -> Rule:
         groups = int(getattr(gate, GROUPS)) if self.grouped else 1
         kept = int(getattr(gate, GROUPS_KEPT)) if self.grouped else 1
+        renormalise = bool(getattr(gate, RENORMALISES)) if self.renormalise is None else self.renormalise
         if self.gates == "softmax" and self.bias is None and kept >= groups:
-            return Softmax(self.renormalise)
-        return BestGates(
-            SOFTMAX if self.gates == "softmax" else SIGMOID,
-            owner=gate if block is None else block,
-            bias=self.bias,
-            groups=groups,
-            groups_kept=kept,
-            counted=self.counted,
-            renormalise=self.renormalise,
-        )
+            return Softmax(renormalise)
+        return BestGates(self, gate if block is None else block, groups, kept, renormalise)
 
 
 class SparseMixer(Rule):
@@ -163,8 +132,8 @@ class SparseMixer(Rule):
 
     ordered = False
 
-    def __init__(self, tolerance: float) -> None:
-        self.tolerance = tolerance  # relative, as in the family: a shift of all logits changes the weights
+    def __init__(self, gate: Any) -> None:
+        self.tolerance = float(gate.router_jitter_noise)  # relative: a shift of all logits changes the weights
 
     def levels(self, scores: Scores) -> Tensor:
         if not scores.informed:
@@ -204,11 +173,6 @@ def routing_from_gate(output: tuple[Tensor, Tensor, Tensor], rule: Rule) -> Rout
     return Routing(logits, rule.gate(logits), experts.gather(1, order), weights.gather(1, order))
 
 
-def detached_routing(routing: Routing) -> Routing:
-    """Return the routing without its autograd graph and its losses."""
-    return routing.map_tokens(Tensor.detach)
-
-
 @dataclass(frozen=True)
 class MoEFamily:
     """The paths of an MoE layer's modules, and the rule by which its gate weights experts."""
@@ -225,13 +189,14 @@ class MoEFamily:
     attention: str = "self_attn"
     projection: str = "self_attn.o_proj"
     recurrent: str | None = None  # the module in the place of attention in some layers (linear attention, Mamba)
-    since: str = "5.17"  # the first transformers with this layout
     samples_in_training: bool = False  # in training its gate is random; a rerouted model does not sample
     usual_order_since: str = "5.17"  # its gate returns (logits, weights, indices); in older versions the reverse
 
     @property
     def usual_order(self) -> bool:
-        return installed_transformers() >= as_version(self.usual_order_since)
+        import transformers
+
+        return as_version(transformers.__version__) >= as_version(self.usual_order_since)
 
     def gate_of(self, block: nn.Module) -> Any:
         """Return the gate of a block; PEFT may run a copy of it."""
@@ -247,36 +212,28 @@ class MoEFamily:
         return 1.0 if self.scale is None else float(getattr(self.gate_of(block), self.scale))
 
 
-def _renormalised(gate: nn.Module) -> Rule:
-    return Softmax(renormalise=True)
-
-
-def _as_configured(gate: nn.Module) -> Rule:
-    return Softmax(renormalise=bool(gate.norm_topk_prob))
-
-
-def _sparse_mixer(gate: Any) -> Rule:
-    return SparseMixer(float(gate.router_jitter_noise))
-
+RENORMALISED, AS_CONFIGURED = GateRule("softmax", renormalise=True), GateRule("softmax", renormalise=None)
+# DeepSeek-V3: the k largest sigmoids plus a correction bias, within the best groups of experts.
+GROUPED_SIGMOID = GateRule("sigmoid", renormalise=None, bias="e_score_correction_bias", grouped=True)
 
 MOE_FAMILIES = {
     family.model_type: family
     for family in (
-        MoEFamily("mixtral", gate="gate", rule=_renormalised),
-        MoEFamily("olmoe", gate="gate", rule=_as_configured),
-        MoEFamily("qwen2_moe", gate="gate", rule=_as_configured),
-        MoEFamily("qwen3_moe", gate="gate", rule=_as_configured),
-        MoEFamily("deepseek_v3", gate="gate", rule=GroupedSigmoid, scale="routed_scaling_factor"),
-        MoEFamily("glm4_moe", gate="gate", rule=GroupedSigmoid, scale="routed_scaling_factor"),
-        MoEFamily("gpt_oss", gate="router", rule=_renormalised, bias="bias"),
-        MoEFamily("phimoe", gate="router", rule=_sparse_mixer, samples_in_training=True),
-        MoEFamily("granitemoe", gate="router", rule=_renormalised, block="block_sparse_moe", usual_order_since="5.18"),
-        MoEFamily("qwen3_next", gate="gate", rule=_as_configured, recurrent="linear_attn"),
-        MoEFamily("qwen3_5_moe_text", gate="gate", rule=_renormalised, recurrent="linear_attn"),
+        MoEFamily("mixtral", gate="gate", rule=RENORMALISED),
+        MoEFamily("olmoe", gate="gate", rule=AS_CONFIGURED),
+        MoEFamily("qwen2_moe", gate="gate", rule=AS_CONFIGURED),
+        MoEFamily("qwen3_moe", gate="gate", rule=AS_CONFIGURED),
+        MoEFamily("deepseek_v3", gate="gate", rule=GROUPED_SIGMOID, scale="routed_scaling_factor"),
+        MoEFamily("glm4_moe", gate="gate", rule=GROUPED_SIGMOID, scale="routed_scaling_factor"),
+        MoEFamily("gpt_oss", gate="router", rule=RENORMALISED, bias="bias"),
+        MoEFamily("phimoe", gate="router", rule=SparseMixer, samples_in_training=True),
+        MoEFamily("granitemoe", gate="router", rule=RENORMALISED, block="block_sparse_moe", usual_order_since="5.18"),
+        MoEFamily("qwen3_next", gate="gate", rule=AS_CONFIGURED, recurrent="linear_attn"),
+        MoEFamily("qwen3_5_moe_text", gate="gate", rule=RENORMALISED, recurrent="linear_attn"),
         MoEFamily(
             "granitemoehybrid",
             gate="router",
-            rule=_renormalised,
+            rule=RENORMALISED,
             block="block_sparse_moe",
             recurrent="mamba",
             usual_order_since="5.18",
@@ -290,8 +247,7 @@ def as_version(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(".")[:2])
 
 
-def installed_transformers() -> tuple[int, ...]:
-    """Return the first two numbers of the version of transformers."""
-    import transformers
-
-    return as_version(transformers.__version__)
+def text_config(model: Any) -> Any:
+    """Return the config of the model's text part, which is the config itself in most models."""
+    config = model.config
+    return config.get_text_config() if hasattr(config, "get_text_config") else config

@@ -7,14 +7,13 @@ They are compared with the PyTorch code here, which runs elsewhere.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from holdfast.kernels.fp32_linear import HALF_DTYPES, ieee_float32, linear_float32, matmul_float32
 from holdfast.kernels.operators import EVERYWHERE, HAS_TRITON, has_kernels, is_differentiated, on_device_of, on_gpu, operator
-from holdfast.kernels.token_mixing.blocks import expanded_mask, finite_or_zero, query_blocks, score_terms
+from holdfast.kernels.token_mixing.blocks import ScoreTerms, expanded_mask, finite_or_zero, query_blocks, sampled_count
 from holdfast.kernels.token_mixing.blocks import sampled as sampled
 from holdfast.kernels.torch_internals import is_exporting
 
@@ -60,15 +59,10 @@ def _attention_entropy_anywhere(
     return torch.cat(found, 2)
 
 
-def _attention_entropy_fake(query: Tensor, *rest: Any) -> Tensor:
-    rows = sum(block.stop - block.start for block in sampled(query.shape[2], step=rest[-1]))
-    return query.new_empty(*query.shape[:2], rows, dtype=torch.float32)
-
-
 _attention_entropy = operator(
     "attention_entropy(Tensor query, Tensor key, Tensor? real, Tensor? mask, bool causal, float scale, int step) -> Tensor",
     _attention_entropy_anywhere,
-    _attention_entropy_fake,
+    lambda query, *rest: query.new_empty(*query.shape[:2], sampled_count(query.shape[2], rest[-1]), dtype=torch.float32),
     devices=EVERYWHERE,
 )
 
@@ -80,7 +74,7 @@ def _entropies(query: Tensor, key: Tensor, real: Tensor | None, mask: Tensor | N
         own, shared = query[:, head], key[:, head * key_heads // heads]
         part = None if mask is None else mask[:, head if mask.shape[1] > 1 else 0]
         part = expanded_mask(part, own, shared)
-        terms = score_terms(own, shared, None, None, None, real, part, None, None, causal, scale, 0.0)
+        terms = ScoreTerms(own, shared, None, None, None, real, part, None, None, causal, scale, 0.0).prepared()
         with ieee_float32():
             for rows, columns in query_blocks(own, shared, causal):
                 scores = terms.scores(rows, columns)
@@ -166,24 +160,15 @@ def projected_norms(value: Tensor, across: Tensor, bias: Tensor | None, heads: i
     stored: W^T W, which is D x D, gives their norms; on a GPU, for half-precision numbers, a kernel squares them as it
     computes them.
     """
-    if _has_norm_kernel(value, across):
+    is_half = value.dtype in HALF_DTYPES and value.dtype == across.dtype
+    if is_half and value.shape[1] <= WIDEST_VALUE and has_kernels(value):
         out: Tensor = _ProjectedNorms.apply(value, across, bias, heads)  # type: ignore[no-untyped-call]
         return out
-    return _by_square(value, across, bias, heads)
-
-
-def _by_square(value: Tensor, across: Tensor, bias: Tensor | None, heads: int) -> Tensor:
     products = heads**2 * linear_float32(value, linear_float32(across, across))
     if bias is not None:
         products = products + 2 * heads * linear_float32(bias.unsqueeze(0), across)
     norms = (products * value).sum(-1)
     return norms if bias is None else norms + bias.float().square().sum()
-
-
-def _has_norm_kernel(value: Tensor, across: Tensor) -> bool:
-    return (
-        value.dtype in HALF_DTYPES and value.dtype == across.dtype and value.shape[1] <= WIDEST_VALUE and has_kernels(value)
-    )
 
 
 class _ProjectedNorms(torch.autograd.Function):

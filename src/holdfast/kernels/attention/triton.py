@@ -29,8 +29,8 @@ from holdfast.kernels.float32_parts import (
     tile_width,
 )
 from holdfast.kernels.operators import cdiv, kernel, next_power_of_2
-from holdfast.kernels.token_mixing.blocks import SAMPLED_BLOCK, sampled
-from holdfast.kernels.token_mixing.launch import SCRATCH, SMALL, Tiling, shared_memory
+from holdfast.kernels.token_mixing.blocks import SAMPLED_BLOCK, sampled_count
+from holdfast.kernels.token_mixing.launch import SMALL, Tiling, first_fitting
 from holdfast.kernels.token_mixing.triton import LN_2, LOG2_E, allowed_only, key_spans, limit, mask_kind, mask_operand
 
 ELEMENTS = 4096  # copied by one program
@@ -135,14 +135,6 @@ def _operand(rows: Tensor, as_is: bool, types: PartTypes) -> tuple[Operand, int,
     return operand._replace(group=1), rows.shape[1] * operand.group, operand.group
 
 
-def _tiling(parts: int, width: int, device: torch.device) -> Tiling:
-    """Return the first tiling that fits into a multiprocessor's shared memory; the last fits everywhere."""
-    for tiling in TILINGS:
-        if 2 * parts * width * (tiling.rows + tiling.stages * tiling.columns) + SCRATCH <= shared_memory(device):
-            break
-    return tiling
-
-
 def supports_entropy(query: Tensor, key: Tensor, scale: float) -> bool:
     """Return whether the kernel takes rows of this width and these dtypes, none of them empty."""
     known = query.dtype in DTYPES and key.dtype == query.dtype and scale > 0
@@ -168,31 +160,15 @@ def entropy(
     q, *query_strides = _operand(query, as_is, types)
     k, *key_strides = _operand(key, as_is, types)
     parts = 1 if as_is else 2
-    looked_at = sum(block.stop - block.start for block in sampled(queries, step))
+    looked_at = sampled_count(queries, step)
     out = torch.empty(batches, heads, looked_at, dtype=torch.float32, device=query.device)
-    tiling = _tiling(parts, tile_width(width), query.device)
+    tile_bytes = 2 * parts * tile_width(width)
+    tiling = first_fitting(TILINGS, lambda tiling: tile_bytes * (tiling.rows + tiling.stages * tiling.columns), query.device)
+    limits = query if real is None else real.contiguous().view(torch.uint8), mask_operand(mask, query)
+    sizes = heads, key_heads, queries, looked_at, step, keys, *query_strides, *key_strides
+    limited = {"CAUSAL": causal, "HAS_REAL": real is not None, "MASK": mask_kind(mask), "BLOCK": SAMPLED_BLOCK}
     _entropy[(cdiv(looked_at, tiling.rows) * batches * heads,)](
-        q,
-        k,
-        query if real is None else real.contiguous().view(torch.uint8),
-        mask_operand(mask, query),
-        out,
-        heads,
-        key_heads,
-        queries,
-        looked_at,
-        step,
-        keys,
-        *query_strides,
-        *key_strides,
-        scale,
-        WIDTH=tile_width(width),
-        PARTS=parts,
-        CAUSAL=causal,
-        HAS_REAL=real is not None,
-        MASK=mask_kind(mask),
-        BLOCK=SAMPLED_BLOCK,
-        **tiling.options,
+        q, k, *limits, out, *sizes, scale, WIDTH=tile_width(width), PARTS=parts, **limited, **tiling.options
     )
     return out
 
@@ -295,22 +271,10 @@ def projected_norms(value: Tensor, across: Tensor, bias: Tensor | None, heads: i
     """Return (T,) float32: |heads across^T v + bias|^2 for `value (T,D)`, `across (D,d)` and `bias (d,)`."""
     (count, width), dim = value.shape, across.shape[1]
     out = torch.empty(count, dtype=torch.float32, device=value.device)
+    operands = value, across, value if bias is None else bias, out
+    sizes = count, width, dim, float(heads), *value.stride(), *across.stride()
+    tile = {"WIDTH": tile_width(width), "ROWS": NORM_ROWS, "COLUMNS": NORM_COLUMNS}
     _projected_norms[(cdiv(count, NORM_ROWS),)](
-        value,
-        across,
-        value if bias is None else bias,
-        out,
-        count,
-        width,
-        dim,
-        float(heads),
-        *value.stride(),
-        *across.stride(),
-        HAS_BIAS=bias is not None,
-        WIDTH=tile_width(width),
-        ROWS=NORM_ROWS,
-        COLUMNS=NORM_COLUMNS,
-        num_warps=4,
-        num_stages=3,
+        *operands, *sizes, HAS_BIAS=bias is not None, **tile, num_warps=4, num_stages=3
     )
     return out

@@ -51,7 +51,8 @@ def quartile_ranges(
     """
     over_ranks = over_ranks or (lambda value: value)
     real = torch.ones(tokens.shape[0], dtype=torch.bool, device=tokens.device) if real is None else real
-    keys = _monotone_keys(tokens.float().where(real.unsqueeze(1), 0.0))
+    bits = (tokens.float().where(real.unsqueeze(1), 0.0) + 0.0).view(torch.int32)  # + 0.0 makes -0.0 equal to 0.0
+    keys = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # in the order of the values
     member = members(clusters_of, clusters) * real.unsqueeze(1)
     counts = over_ranks(member.sum(0))
     quarter = (counts / 4).ceil()
@@ -64,19 +65,9 @@ def quartile_ranges(
         below = [matmul_float32(member.t(), (keys <= bound.int()[own]).float()) for bound in middle]
         enough = over_ranks(torch.stack(below)) >= wanted
         low, high = torch.where(enough, low, middle + 1), torch.where(enough, middle, high)
-    first, last = _from_keys(high.int())
+    bits = high.int()
+    first, last = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).view(torch.float32)
     return (last - first).where(counts.unsqueeze(1) > 0, 0.0), counts
-
-
-def _monotone_keys(values: Tensor) -> Tensor:
-    """Return int32 keys in the order of the float32 `values`."""
-    bits = (values + 0.0).view(torch.int32)  # + 0.0 makes -0.0 equal to 0.0
-    return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-
-
-def _from_keys(keys: Tensor) -> Tensor:
-    """Return the float32 values of `_monotone_keys`."""
-    return torch.where(keys < 0, keys ^ 0x7FFFFFFF, keys).view(torch.float32)
 
 
 def feature_scales(spreads: Tensor, smallest: float) -> Tensor:

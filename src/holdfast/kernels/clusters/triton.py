@@ -14,9 +14,10 @@ from torch import Tensor
 from holdfast.kernels.clusters import TILE
 from holdfast.kernels.operators import cdiv, kernel, next_power_of_2
 
-BLOCK = 128  # tokens that are counted and placed together
-OWNERS = 16  # tiles whose owners are written together
-SPAN, WIDTH, STAGES = 64, 64, 3  # tokens and features that are summed together, and stages of the load pipeline
+BLOCK = tl.constexpr(128)  # tokens that are counted and placed together
+OWNERS = tl.constexpr(16)  # tiles whose owners are written together
+SPAN, WIDTH = tl.constexpr(64), tl.constexpr(64)  # tokens and features that are summed together
+STAGES = tl.constexpr(3)  # of the pipeline that loads them
 SUMS, AROUND, BOTH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
@@ -38,7 +39,6 @@ def _count(
     clusters,
     PADDED: tl.constexpr,
     BINS: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     block = tl.program_id(0)
     token = block * BLOCK + tl.arange(0, BLOCK)
@@ -81,9 +81,7 @@ def _place(
     tiles,
     PADDED: tl.constexpr,
     BINS: tl.constexpr,
-    BLOCK: tl.constexpr,
     TILE: tl.constexpr,
-    OWNERS: tl.constexpr,
 ):
     """Sort by counting: a token's place follows all tiles of earlier clusters and the earlier tokens of its own cluster.
 
@@ -129,9 +127,6 @@ def _sum_over(
     PADDED: tl.constexpr,
     CENTRED: tl.constexpr,
     SQUARED: tl.constexpr,
-    SPAN: tl.constexpr,
-    WIDTH: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """Return the sum over the tokens at places `first` to `last`, of their values or of their distances to the mean."""
     total = tl.zeros((SPAN, WIDTH), dtype=tl.float32)
@@ -165,9 +160,6 @@ def _sums(
     PADDED: tl.constexpr,
     SQUARED: tl.constexpr,
     TILE: tl.constexpr,
-    SPAN: tl.constexpr,
-    WIDTH: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """Sum some features of one cluster's tokens: values, distances to a given mean, or distances to their own mean.
 
@@ -182,14 +174,10 @@ def _sums(
     if WHAT == AROUND:
         total = tl.load(sums + cluster * width + feature, mask=feature < width, other=0.0)
     else:
-        total = _sum_over(
-            values, real, order, first, last, feature, total, tokens, width, PADDED, False, False, SPAN, WIDTH, STAGES
-        )
+        total = _sum_over(values, real, order, first, last, feature, total, tokens, width, PADDED, False, False)
     if WHAT != SUMS:
         mean = total / tl.maximum(tl.load(counts + cluster), 1.0)
-        total = _sum_over(
-            values, real, order, first, last, feature, mean, tokens, width, PADDED, True, SQUARED, SPAN, WIDTH, STAGES
-        )
+        total = _sum_over(values, real, order, first, last, feature, mean, tokens, width, PADDED, True, SQUARED)
     tl.store(out + cluster * width + feature, total, mask=feature < width)
 
 
@@ -225,7 +213,7 @@ def _feature_scales(spreads, out, clusters, width, SMALLEST: tl.constexpr, BLOCK
 def group(clusters_of: Tensor, real: Tensor | None, clusters: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the fields of `TokenTiles`: order (G * TILE,), owners (G,), bounds (C+1,) and totals (C,)."""
     tokens, device = clusters_of.shape[0], clusters_of.device
-    blocks, bins = cdiv(tokens, BLOCK), next_power_of_2(clusters + 1)
+    blocks, bins = cdiv(tokens, BLOCK.value), next_power_of_2(clusters + 1)
     tiles = cdiv(tokens, TILE) + clusters + 1
     padded = real is not None
     counts = torch.empty(2 if padded else 1, blocks, bins, dtype=torch.int32, device=device)
@@ -233,39 +221,12 @@ def group(clusters_of: Tensor, real: Tensor | None, clusters: int) -> tuple[Tens
     owners = torch.empty(tiles, dtype=torch.int32, device=device)
     bounds = torch.empty(clusters + 1, dtype=torch.int32, device=device)
     totals = torch.empty(clusters, dtype=torch.float32, device=device)
-    stride = clusters_of.stride(0)
-    _count[(blocks,)](
-        clusters_of,
-        real.contiguous() if padded else clusters_of,
-        counts[0],
-        counts[-1],
-        tokens,
-        stride,
-        clusters,
-        PADDED=padded,
-        BINS=bins,
-        BLOCK=BLOCK,
-    )
-    _place[(blocks,)](
-        clusters_of,
-        counts[0],
-        counts[-1],
-        order,
-        owners,
-        bounds,
-        totals,
-        tokens,
-        stride,
-        clusters,
-        blocks,
-        tiles,
-        PADDED=padded,
-        BINS=bins,
-        BLOCK=BLOCK,
-        TILE=TILE,
-        OWNERS=OWNERS,
-    )
-    return order, owners, bounds, totals
+    mask, of_all, of_real = real.contiguous() if padded else clusters_of, counts[0], counts[-1]
+    sizes = tokens, clusters_of.stride(0), clusters
+    _count[(blocks,)](clusters_of, mask, of_all, of_real, *sizes, PADDED=padded, BINS=bins)
+    written = order, owners, bounds, totals
+    _place[(blocks,)](clusters_of, of_all, of_real, *written, *sizes, blocks, tiles, PADDED=padded, BINS=bins, TILE=TILE)
+    return written
 
 
 def sums(
@@ -282,26 +243,14 @@ def sums(
     The mean is that of these tokens or, where other processes have more of them, that of the sums `around (C,d)`.
     """
     (tokens, width), values = values.shape, values.contiguous()
-    clusters = bounds.shape[0] - 1
+    clusters, padded = bounds.shape[0] - 1, real is not None
     out = torch.empty(clusters, width, dtype=torch.float32, device=values.device)
-    _sums[(clusters * cdiv(width, WIDTH),)](
-        values,
-        values if real is None else real.contiguous(),
-        order,
-        bounds,
-        out if around is None else around,
-        out if counts is None else counts,
-        out,
-        tokens,
-        width,
-        WHAT=SUMS if counts is None else BOTH if around is None else AROUND,
-        PADDED=real is not None,
-        SQUARED=squared,
-        TILE=TILE,
-        SPAN=SPAN,
-        WIDTH=WIDTH,
-        STAGES=STAGES,
-        num_warps=2,
+    what = SUMS if counts is None else BOTH if around is None else AROUND
+    # A pointer that is not read may be any.
+    mask, around, counts = (out if each is None else each.contiguous() for each in (real, around, counts))
+    kinds = {"WHAT": what, "PADDED": padded, "SQUARED": squared, "TILE": TILE}
+    _sums[(clusters * cdiv(width, WIDTH.value),)](
+        values, mask, order, bounds, around, counts, out, tokens, width, **kinds, num_warps=2
     )
     return out
 

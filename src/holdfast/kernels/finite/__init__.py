@@ -50,12 +50,6 @@ _records: dict[torch.device, _Record] = {}
 _reads_before_steps = False
 
 
-def _record_of(device: torch.device) -> _Record:
-    if device not in _records:
-        _records[device] = _Record(device)
-    return _records[device]
-
-
 def require_finite_so_far() -> None:
     """Raise ValueError, with the layer's name, if a GPU has found router scores that are NaN or infinite; do not wait.
 
@@ -89,7 +83,9 @@ def _report(layer: Tensor, tokens: Tensor | None) -> ValueError:
 
 def _check_on_gpu(scores: Tensor, layer: Tensor, real: Tensor | None) -> None:
     """Launch a check of `scores (n,E)`, rows of real tokens only; raise the error of an earlier check if there is one."""
-    record = _record_of(scores.device)
+    if scores.device not in _records:
+        _records[scores.device] = _Record(scores.device)
+    record = _records[scores.device]
     if torch.cuda.is_current_stream_capturing():
         _read_before_optimizer_steps()
     elif record.is_set:

@@ -108,7 +108,7 @@ _matmul = operator(
 def linear_float32(tokens: Tensor, weight: Tensor) -> Tensor:
     """Return `tokens (..., d)` times `weight (n,d)` transposed, in true float32; tokens are saved in their own dtype."""
     rows = tokens.reshape(-1, tokens.shape[-1])
-    if _prefers_kernel(rows, weight):
+    if rows.dtype in HALF_DTYPES and has_linear_kernel(rows, weight):  # for float32 rows the kernel is not always faster
         arguments = rows.contiguous(), weight, None, None, None, None
         run = _Linear.apply if torch.is_grad_enabled() else _linear  # without what autograd adds to a call, as above
         out: Tensor = run(*arguments)
@@ -117,65 +117,25 @@ def linear_float32(tokens: Tensor, weight: Tensor) -> Tensor:
     return out.view(*tokens.shape[:-1], weight.shape[0])
 
 
-def _prefers_kernel(rows: Tensor, weight: Tensor) -> bool:
-    """Return whether to use the kernel. For float32 rows it is not always faster."""
-    return rows.dtype in HALF_DTYPES and has_linear_kernel(rows, weight)
-
-
 class _ScaledMatMul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, *inputs):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(*inputs)
-        return _scaled_matmul(*inputs)
+    def forward(ctx, tokens, mixture, scales, weight):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(tokens, mixture, scales, weight)
+        return _matmul(tokens.float() * _token_scales(mixture, scales), weight.mT)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        def backward(*arguments):  # type: ignore[no-untyped-def]
-            return _scaled_matmul_backward(*arguments[:-1])  # which computes both gradients, wanted or not
-
-        return input_gradients(ctx, grad, backward, _scaled_matmul_reference, places=(0, 3))
+        tokens, mixture, scales, weight = ctx.saved_tensors
+        product = matmul_float32 if is_differentiated() else _matmul
+        per_token = _token_scales(mixture, scales)
+        grad_tokens = (product(grad, weight) * per_token).to(tokens.dtype)
+        return grad_tokens, None, None, product(grad.mT, tokens.float() * per_token).to(weight.dtype)
 
 
 def _token_scales(mixture: Tensor, scales: Tensor) -> Tensor:
-    """Return mixture (T,C) times scales (C,d); 1 for a token whose row of the mixture is 0."""
-    return mixture @ scales + (1 - mixture.sum(1, keepdim=True))
-
-
-def _scaled_matmul_reference(tokens: Tensor, mixture: Tensor, scales: Tensor, weight: Tensor) -> Tensor:
-    """Compute `scaled_linear_float32` in operations that autograd can differentiate."""
-    with ieee_float32():
-        per_token = _token_scales(mixture, scales)
-    return matmul_float32(tokens.float() * per_token, weight.t())
-
-
-def _scaled_matmul_anywhere(tokens: Tensor, mixture: Tensor, scales: Tensor, weight: Tensor) -> Tensor:
-    with ieee_float32():
-        return (tokens.float() * _token_scales(mixture, scales)) @ weight.float().t()
-
-
-def _scaled_matmul_backward_anywhere(
-    grad: Tensor, tokens: Tensor, mixture: Tensor, scales: Tensor, weight: Tensor
-) -> tuple[Tensor, Tensor]:
-    with ieee_float32():
-        per_token = _token_scales(mixture, scales)
-        grad_tokens = (grad @ weight.float()) * per_token
-        grad_weight = grad.t() @ (tokens.float() * per_token)
-    return grad_tokens.to(tokens.dtype), grad_weight.to(weight.dtype)
-
-
-_scaled_matmul = operator(
-    "scaled_matmul_float32(Tensor tokens, Tensor mixture, Tensor scales, Tensor weight) -> Tensor",
-    _scaled_matmul_anywhere,
-    lambda tokens, mixture, scales, weight: tokens.new_empty(tokens.shape[0], weight.shape[0], dtype=torch.float32),
-    devices=EVERYWHERE,
-)
-_scaled_matmul_backward = operator(
-    "scaled_matmul_float32_backward(Tensor grad, Tensor tokens, Tensor mixture, Tensor scales, Tensor weight)"
-    " -> (Tensor, Tensor)",
-    _scaled_matmul_backward_anywhere,
-    lambda grad, tokens, mixture, scales, weight: (torch.empty_like(tokens), torch.empty_like(weight)),
-    devices=EVERYWHERE,
-)
+    """Return mixture (T,C) times scales (C,d), neither of which gets a gradient; 1 for a token whose mixture is 0."""
+    with torch.no_grad():
+        return matmul_float32(mixture, scales) + (1 - mixture.sum(1, keepdim=True))
 
 
 def scaled_linear_float32(tokens: Tensor, mixture: Tensor, scales: Tensor, weight: Tensor) -> Tensor:
@@ -185,7 +145,7 @@ def scaled_linear_float32(tokens: Tensor, mixture: Tensor, scales: Tensor, weigh
     """
     rows, mixture, scales = tokens.reshape(-1, tokens.shape[-1]), mixture.detach(), scales.detach()
     if is_exporting():
-        out = (rows.float() * _token_scales(mixture, scales)) @ weight.float().t()
+        out = matmul_float32(rows.float() * _token_scales(mixture, scales), weight, transposed=True)
     else:
         out = _ScaledMatMul.apply(rows, mixture, scales, weight)  # type: ignore[no-untyped-call]
     return out.view(*tokens.shape[:-1], weight.shape[0])
@@ -218,16 +178,9 @@ class _Linear(torch.autograd.Function):
         return input_gradients(ctx, grad, _linear_backward, _linear_reference, places=(0, 1))
 
 
-def _linear_reference(
-    tokens: Tensor,
-    weight: Tensor,
-    order: Tensor | None,
-    owners: Tensor | None,
-    bounds: Tensor | None,
-    scales: Tensor | None,
-) -> Tensor:
+def _linear_reference(tokens: Tensor, weight: Tensor, *tiles_and_scales: Tensor | None) -> Tensor:
     """Compute the product in operations that autograd can differentiate."""
-    rows = tokens.float()
+    rows, (order, owners, _, scales) = tokens.float(), tiles_and_scales
     if order is not None and owners is not None and scales is not None:
         count = tokens.shape[0]
         cluster = owners.long().repeat_interleave(order.shape[0] // owners.shape[0])

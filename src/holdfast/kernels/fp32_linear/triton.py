@@ -31,7 +31,7 @@ def _split(values, out, size, width, stride_height, stride_width, COUNT: tl.cons
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < size
     value = tl.load(values + place // width * stride_height + place % width * stride_width, mask=inside, other=0.0)
-    first, second, third = bf16_parts(value, COUNT, tl.bfloat16)
+    first, second, third = bf16_parts(value, COUNT)
     tl.store(out + place, first, mask=inside)
     tl.store(out + size + place, second, mask=inside)
     if COUNT > 2:
@@ -55,7 +55,6 @@ def _linear(
     WEIGHT_PARTS: tl.constexpr,
     CLUSTERED: tl.constexpr,
     EVEN: tl.constexpr,
-    PART: tl.constexpr,
     TILE: tl.constexpr,
     WIDTH: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -83,20 +82,20 @@ def _linear(
             else:
                 wanted, known = own & (depth < inner)[None, :], used & (depth < inner)[None, :]
             x = tl.load(tokens + row[:, None] * inner + depth[None, :], mask=wanted, other=0.0)
-            x_0, x_1, x_2 = bf16_parts(tl.trans(x), TOKEN_PARTS, PART)
+            x = bf16_parts(tl.trans(x), TOKEN_PARTS)
             places = column[:, None] * inner + depth[None, :]
             if CLUSTERED:
                 scale = tl.load(scales + cluster * inner + depth, mask=depth < inner, other=0.0)
                 w = tl.load(weight + places, mask=known, other=0.0).to(tl.float32) * scale[None, :]
                 if WEIGHT_PARTS == 2:  # rounded rather than cut off, so that two parts hold 17 bits
-                    w_0 = w.to(tl.bfloat16).to(PART)
-                    w_1 = (w - w_0.to(tl.float32)).to(PART)
-                    w_2 = w_1
+                    rounded = w.to(tl.bfloat16).to(BF16_PART)
+                    rest = (w - rounded.to(tl.float32)).to(BF16_PART)
+                    w = rounded, rest, rest
                 else:
-                    w_0, w_1, w_2 = bf16_parts(w, WEIGHT_PARTS, PART)
+                    w = bf16_parts(w, WEIGHT_PARTS)
             else:
-                w_0, w_1, w_2 = load_bf16_parts(weight, weight_size, places, known, WEIGHT_PARTS, PART)
-            total += bf16_product(w_0, w_1, w_2, x_0, x_1, x_2, WIDTH, TILE, WEIGHT_PARTS, TOKEN_PARTS, 3) * one
+                w = load_bf16_parts(weight, weight_size, places, known, WEIGHT_PARTS)
+            total += bf16_product(w, x, WIDTH, TILE, WEIGHT_PARTS, TOKEN_PARTS, 3) * one
         tl.store(out + row[None, :] * width + column[:, None], total, mask=(row < count)[None, :] & used)
 
 
@@ -119,7 +118,6 @@ def _grad_tokens(
     WEIGHT_PARTS: tl.constexpr,
     CLUSTERED: tl.constexpr,
     NARROW: tl.constexpr,
-    PART: tl.constexpr,
     TILE: tl.constexpr,
     WIDTH: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -140,31 +138,22 @@ def _grad_tokens(
         own = (row < count)[:, None]
         column = tl.arange(0, DEPTH).to(tl.int64)
         known = own & (column < width)[None, :]
-        g_0, g_1, g_2 = load_bf16_parts(grad, grad_size, row[:, None] * width + column[None, :], known, GRAD_PARTS, PART)
+        g = load_bf16_parts(grad, grad_size, row[:, None] * width + column[None, :], known, GRAD_PARTS)
         first = tl.program_id(0) % shares * share
         for start in range(first, min(first + share, inner), WIDTH):
             feature = (start + tl.arange(0, WIDTH)).to(tl.int64)
             used = (feature < inner)[None, :]
             places = column[:, None] * inner + feature[None, :]
-            w_0, w_1, w_2 = load_bf16_parts(
-                weight, weight_size, places, (column < width)[:, None] & used, WEIGHT_PARTS, PART
-            )
-            total = bf16_product(g_0, g_1, g_2, w_0, w_1, w_2, TILE, WIDTH, GRAD_PARTS, WEIGHT_PARTS, GRAD_PARTS)
+            w = load_bf16_parts(weight, weight_size, places, (column < width)[:, None] & used, WEIGHT_PARTS)
+            total = bf16_product(g, w, TILE, WIDTH, GRAD_PARTS, WEIGHT_PARTS, GRAD_PARTS)
             if not NARROW:
                 for begin in range(DEPTH, width, DEPTH):
                     more = begin + column
                     known = own & (more < width)[None, :]
-                    h_0, h_1, h_2 = load_bf16_parts(
-                        grad, grad_size, row[:, None] * width + more[None, :], known, GRAD_PARTS, PART
-                    )
+                    h = load_bf16_parts(grad, grad_size, row[:, None] * width + more[None, :], known, GRAD_PARTS)
                     places = more[:, None] * inner + feature[None, :]
-                    w_0, w_1, w_2 = load_bf16_parts(
-                        weight, weight_size, places, (more < width)[:, None] & used, WEIGHT_PARTS, PART
-                    )
-                    more_total = bf16_product(
-                        h_0, h_1, h_2, w_0, w_1, w_2, TILE, WIDTH, GRAD_PARTS, WEIGHT_PARTS, GRAD_PARTS
-                    )
-                    total += more_total * one
+                    v = load_bf16_parts(weight, weight_size, places, (more < width)[:, None] & used, WEIGHT_PARTS)
+                    total += bf16_product(h, v, TILE, WIDTH, GRAD_PARTS, WEIGHT_PARTS, GRAD_PARTS) * one
             if CLUSTERED:
                 total = total * tl.load(scales + cluster * inner + feature, mask=feature < inner, other=0.0)[None, :]
             tl.store(out + row[:, None] * inner + feature[None, :], total, mask=own & used)
@@ -188,7 +177,6 @@ def _grad_weight(
     GRAD_PARTS: tl.constexpr,
     TOKEN_PARTS: tl.constexpr,
     CLUSTERED: tl.constexpr,
-    PART: tl.constexpr,
     TILE: tl.constexpr,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -210,23 +198,10 @@ def _grad_weight(
             factor = one
         own = (row < count)[:, None]
         known = own & (column < width)[None, :]
-        g_0, g_1, g_2 = load_bf16_parts(grad, grad_size, row[:, None] * width + column[None, :], known, GRAD_PARTS, PART)
+        g = load_bf16_parts(grad, grad_size, row[:, None] * width + column[None, :], known, GRAD_PARTS)
         x = tl.load(tokens + row[:, None] * inner + feature[None, :], mask=own & (feature < inner)[None, :], other=0.0)
-        x_0, x_1, x_2 = bf16_parts(x, TOKEN_PARTS, PART)
-        product = bf16_product(
-            tl.trans(g_0),
-            tl.trans(g_1),
-            tl.trans(g_2),
-            x_0,
-            x_1,
-            x_2,
-            HEIGHT,
-            WIDTH,
-            GRAD_PARTS,
-            TOKEN_PARTS,
-            GRAD_PARTS,
-        )
-        total += product * factor
+        g, x = (tl.trans(g[0]), tl.trans(g[1]), tl.trans(g[2])), bf16_parts(x, TOKEN_PARTS)
+        total += bf16_product(g, x, HEIGHT, WIDTH, GRAD_PARTS, TOKEN_PARTS, GRAD_PARTS) * factor
     place = (split * width + column[:, None]) * inner + feature[None, :]
     tl.store(out + place, total, mask=(column < width)[:, None] & (feature < inner)[None, :])
 
@@ -273,14 +248,6 @@ def in_bf16_parts(values: Tensor, count: int) -> Tensor:
     return out
 
 
-def _scaled_parts(weight: Tensor) -> int:
-    """Return in how many parts to split a weight times scales.
-
-    Two parts have 17 bits. That is enough for a bfloat16 weight, itself rounded to 2^-9, if the sum is no more exact.
-    """
-    return 2 if weight.dtype == torch.bfloat16 and weight.shape[1] >= WIDE else 3
-
-
 def linear(tokens: Tensor, weight: Tensor, *tiles_and_scales: Tensor | None) -> Tensor:
     """Return `tokens (T,d)` times `weight (n,d)` transposed: (T,n), float32.
 
@@ -289,32 +256,24 @@ def linear(tokens: Tensor, weight: Tensor, *tiles_and_scales: Tensor | None) -> 
     clusters = _clusters(*tiles_and_scales)
     (count, inner), width = tokens.shape, weight.shape[0]
     out = torch.empty(count, width, dtype=torch.float32, device=tokens.device)
-    parts = PARTS[weight.dtype] if clusters is None else _scaled_parts(weight)
-    light = parts == PARTS[tokens.dtype] == 1
+    parts = {"TOKEN_PARTS": PARTS[tokens.dtype], "WEIGHT_PARTS": PARTS[weight.dtype]}
+    if clusters is None:
+        weight = in_bf16_parts(weight, parts["WEIGHT_PARTS"])
+        grouping, registers = (tokens,) * 3, None
+    else:
+        # Two parts of a weight times scales have 17 bits. That is enough for a bfloat16 weight, itself rounded to 2^-9, if
+        # the sum is no more exact.
+        parts["WEIGHT_PARTS"] = 2 if weight.dtype == torch.bfloat16 and inner >= WIDE else 3
+        weight, grouping, registers = weight.contiguous(), (clusters.order, clusters.owners, clusters.scales), 168
+    light = all(count == 1 for count in parts.values())
     outputs = 128 if light and width > 64 else 64  # computed by one program, which reads the tokens once
     tiles, tile = _tiles(count, clusters)
+    # With so few stages and registers, the programs of 16384 tokens all fit on a large GPU at a time.
+    how = {"num_warps": 4, "num_stages": 4 if light else 2 if tokens.dtype == torch.float32 else 3, "maxnreg": registers}
+    kinds = {**parts, "CLUSTERED": clusters is not None, "EVEN": inner % DEPTH == 0}
+    sizes = count, inner, width, width * inner
     _linear[(tiles, cdiv(width, outputs))](
-        tokens,
-        in_bf16_parts(weight, parts) if clusters is None else weight.contiguous(),
-        *((tokens,) * 3 if clusters is None else (clusters.order, clusters.owners, clusters.scales)),
-        out,
-        count,
-        inner,
-        width,
-        width * inner,
-        1.0,
-        TOKEN_PARTS=PARTS[tokens.dtype],
-        WEIGHT_PARTS=parts,
-        CLUSTERED=clusters is not None,
-        EVEN=inner % DEPTH == 0,
-        PART=BF16_PART,
-        TILE=tile,
-        WIDTH=outputs,
-        DEPTH=DEPTH,
-        num_warps=4,
-        # With so few stages and registers, the programs of 16384 tokens all fit on a large GPU at a time.
-        num_stages=4 if light else 2 if tokens.dtype == torch.float32 else 3,
-        maxnreg=None if clusters is None else 168,
+        tokens, weight, *grouping, out, *sizes, 1.0, **kinds, TILE=tile, WIDTH=outputs, DEPTH=DEPTH, **how
     )
     return out
 
@@ -347,28 +306,12 @@ def grad_tokens(
     grad_count = gradient_count(like.dtype)
     parts = min(PARTS[weight.dtype], grad_count)
     tiles, tile = _tiles(count, clusters)
+    grouping = (out,) * 3 if clusters is None else (clusters.order, clusters.owners, clusters.scales)
+    kinds = {"GRAD_PARTS": grad_count, "WEIGHT_PARTS": parts, "CLUSTERED": clusters is not None, "NARROW": width <= 64}
+    how = {"num_warps": 4, "num_stages": 3 if clusters is not None and wide else 2}
+    weight, sizes = in_bf16_parts(weight, parts), (count, inner, width, share, count * width, width * inner)
     _grad_tokens[(tiles * cdiv(inner, share),)](
-        grad_parts,
-        in_bf16_parts(weight, parts),
-        *((out,) * 3 if clusters is None else (clusters.order, clusters.owners, clusters.scales)),
-        out,
-        count,
-        inner,
-        width,
-        share,
-        count * width,
-        width * inner,
-        1.0,
-        GRAD_PARTS=grad_count,
-        WEIGHT_PARTS=parts,
-        CLUSTERED=clusters is not None,
-        NARROW=width <= 64,
-        PART=BF16_PART,
-        TILE=tile,
-        WIDTH=features,
-        DEPTH=64,
-        num_warps=4,
-        num_stages=3 if clusters is not None and wide else 2,
+        grad_parts, weight, *grouping, out, *sizes, 1.0, **kinds, TILE=tile, WIDTH=features, DEPTH=64, **how
     )
     return out
 
@@ -382,26 +325,13 @@ def grad_weight(grad_parts: Tensor, tokens: Tensor, like: Tensor, clusters: Clus
     across, up = cdiv(inner, features), cdiv(width, 64)
     splits = max(1, min(programs // (across * up), cdiv(count, 4 * tile)))
     out = torch.empty(splits, width, inner, dtype=torch.float32, device=tokens.device)
+    grouping = (out,) * 4 if clusters is None else clusters
+    sizes = count, 0 if clusters is None else clusters.bounds.shape[0] - 1, inner, width, count * width
+    parts = {"GRAD_PARTS": gradient_count(like.dtype), "TOKEN_PARTS": PARTS[tokens.dtype]}
+    kinds = {**parts, "CLUSTERED": clusters is not None}
+    how = {"num_warps": 4, "num_stages": 2 if tokens.dtype == torch.float32 else 3}
     _grad_weight[(across, up, splits)](
-        grad_parts,
-        tokens,
-        *(clusters or (out,) * 4),
-        out,
-        count,
-        0 if clusters is None else clusters.bounds.shape[0] - 1,
-        inner,
-        width,
-        count * width,
-        1.0,
-        GRAD_PARTS=gradient_count(like.dtype),
-        TOKEN_PARTS=PARTS[tokens.dtype],
-        CLUSTERED=clusters is not None,
-        PART=BF16_PART,
-        TILE=tile,
-        HEIGHT=64,
-        WIDTH=features,
-        num_warps=4,
-        num_stages=2 if tokens.dtype == torch.float32 else 3,
+        grad_parts, tokens, *grouping, out, *sizes, 1.0, **kinds, TILE=tile, HEIGHT=64, WIDTH=features, **how
     )
     total = torch.empty(width, inner, dtype=like.dtype, device=tokens.device)
     _fold[(cdiv(width * inner, 1024),)](out, total, splits, width * inner, BLOCK=1024)

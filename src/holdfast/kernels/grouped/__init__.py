@@ -1,7 +1,14 @@
-"""Products of rows that are sorted by expert, one weight matrix an expert, and an expert layer's two products with them.
+"""Rows in expert order: sort slots by expert, and multiply the rows of each expert by its weights.
 
-    T tokens, K slots a token, E experts, d width, H hidden; R rows, one a slot, sorted by expert
-    offsets (E,) int32: expert e owns rows offsets[e-1] to offsets[e]; rows past the last offset are unused
+    T tokens, K slots a token, E experts, d width, H hidden; R rows, sorted by expert: one a slot, or fewer if fewer are used
+    tokens (T,d); rows (R,n); order (R,), the slot of each row; slots (T,K), the row of each slot
+    offsets (E,) int32: expert e owns rows offsets[e-1] to offsets[e]
+
+An expert index of E marks an unused slot. Unused slots come last: their rows are numbered `used`, the last offset, or more,
+hold undefined values and are never read.
+
+On a GPU the host does not know how many slots are in use, and memory is allocated for R = T K rows. A caller that knows a
+smaller number, `most_rows`, gets R = `most_rows`. Slots in use beyond that number are dropped, never written elsewhere.
 
 On a GPU `grouped_mm` and `grouped_outer` use torch's grouped kernel where it applies and a Triton kernel where it does not:
 neither waits for the offsets. Elsewhere they loop over experts, which on a CPU is faster than torch's own.
@@ -15,29 +22,83 @@ in an order that changes from run to run. Neither keeps the gathered tokens nor 
                   the backward computes h again too
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from holdfast.kernels.dispatch import (
-    Dispatch,
-    add_bias_dots,
-    add_bias_rows,
-    combine_rows,
-    gather_rows,
-    glu_rows,
-    glu_rows_backward,
-    has_glu_kernel,
-    scale_and_dot,
-    sum_rows,
+from holdfast.kernels.operators import (
+    EVERYWHERE,
+    HAS_TRITON,
+    has_bf16_cores,
+    has_kernels,
+    input_gradients,
+    like_wanted,
+    on_gpu,
+    operator,
 )
-from holdfast.kernels.operators import EVERYWHERE, HAS_TRITON, has_bf16_cores, input_gradients, like_wanted, on_gpu, operator
 
+MOST_EXPERTS = 512  # that the kernels sort by: with more, the counts of a program become too large
 ALIGNMENT = 16  # bytes, of every row and matrix that torch's grouped kernel takes
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {  # of gated experts, `activation(gate) * up`, that have a kernel
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+class Dispatch(NamedTuple):
+    """Where the row of each slot is."""
+
+    order: Tensor  # (R,) the slot of each row, counted through all slots; undefined from `used` on
+    slots: Tensor  # (T,K) the row of each slot; `used` or more for an unused one
+    offsets: Tensor  # (E,) int32, where each expert's rows end
+
+    @property
+    def used(self) -> Tensor:
+        """The number of rows that belong to an expert."""
+        return self.offsets[-1]
+
+
+def dispatch(chosen: Tensor, experts: int, most_rows: int | None = None) -> Dispatch:
+    """Sort the slots of `chosen (T,K)` by expert, stably: within an expert, rows keep the order of their tokens.
+
+    At most `most_rows` slots must be in use, if given. With more, raise ValueError on a CPU; on a GPU, where counting them
+    would synchronise with the host, the last experts lose their last rows.
+    """
+    rows = chosen.numel() if most_rows is None else min(most_rows, chosen.numel())
+    if has_kernels(chosen) and experts <= MOST_EXPERTS and 0 < chosen.numel() < 2**31:
+        return Dispatch(*_dispatch(chosen.contiguous(), experts, rows))
+    keys = chosen.reshape(-1)
+    if experts < torch.iinfo(torch.int16).max:
+        keys = keys.to(torch.int16)
+    by_expert, order = torch.sort(keys, stable=True)
+    boundaries = torch.arange(experts, device=chosen.device, dtype=by_expert.dtype)
+    offsets = torch.searchsorted(by_expert, boundaries, right=True).to(torch.int32)
+    positions = torch.arange(order.shape[0], device=chosen.device)
+    slots = torch.empty_like(order).scatter_(0, order, positions).view(chosen.shape)
+    if chosen.device.type == "cpu" and not torch.compiler.is_compiling():
+        used = int(offsets[-1])  # reading a size is free on a CPU, a stall on a GPU, a graph break in a trace
+        if used > rows:
+            raise ValueError(f"{used} slots have an expert, but most_rows is {rows}; pass a larger number, or None.")
+        return Dispatch(order[:used], slots, offsets)
+    return Dispatch(order, slots, offsets) if most_rows is None else Dispatch(order[:rows], slots, offsets.clamp_max(rows))
+
+
+_dispatch = operator(
+    "dispatch(Tensor chosen, int experts, SymInt rows) -> (Tensor, Tensor, Tensor)",
+    on_gpu(__name__, "dispatch"),
+    lambda chosen, experts, rows: (
+        chosen.new_empty(rows, dtype=torch.int64),
+        chosen.new_empty(chosen.shape, dtype=torch.int64),
+        chosen.new_empty(experts, dtype=torch.int32),
+    ),
+)
 
 
 def gather_mm(tokens: Tensor, weight: Tensor, plan: Dispatch, bias: Tensor | None = None) -> Tensor:
@@ -63,7 +124,7 @@ def mm_combine(
     `glu` names the activation if `activate` is gated, with gate and up side by side in `hidden (R,2H)`, and has a name.
     Then a kernel may do its work, and `activate` is not called.
     """
-    if not has_glu_kernel(glu, hidden):
+    if glu not in ACTIVATIONS or not has_kernels(hidden):
         hidden, glu = activate(hidden, plan), None
     out: Tensor = _MMCombine.apply(hidden, weight, slot_weights, *plan, bias, glu or "")  # type: ignore[no-untyped-call]
     return out
@@ -96,76 +157,52 @@ class _MMCombine(torch.autograd.Function):
         return input_gradients(ctx, grad, backward, reference, places=(0, 1, 2, 6))
 
 
-ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {  # those of `dispatch.GLUS`
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "relu": F.relu,
-}
-
-
 def gather_mm_reference(
     tokens: Tensor, weight: Tensor, order: Tensor, slots: Tensor, offsets: Tensor, bias: Tensor | None
 ) -> Tensor:
     """Compute `gather_mm` in operations that autograd can differentiate; this waits for the device."""
-    ends = offsets.tolist()
-    used = tokens.index_select(0, order[: ends[-1]] // max(slots.shape[1], 1))
-    return _pad_rows(_grouped_mm_reference(used, weight, ends, bias), order.shape[0])
+    used = tokens.index_select(0, order[: int(offsets[-1])] // max(slots.shape[1], 1))
+    return _grouped_mm_reference(used, weight, offsets, bias, order.shape[0])
 
 
 def mm_combine_reference(
-    hidden: Tensor,
-    weight: Tensor,
-    slot_weights: Tensor,
-    order: Tensor,
-    slots: Tensor,
-    offsets: Tensor,
-    bias: Tensor | None,
-    glu: str,
+    hidden: Tensor, weight: Tensor, slot_weights: Tensor, *plan_and_bias: Tensor | None, glu: str
 ) -> Tensor:
     """Compute `mm_combine` in operations that autograd can differentiate; this waits for the device."""
-    ends = offsets.tolist()
-    used = hidden[: ends[-1]]
+    _, slots, offsets, bias = plan_and_bias
+    assert slots is not None and offsets is not None
+    count = int(offsets[-1])
+    used = hidden[:count]
     if glu:
         gate, up = used.chunk(2, dim=-1)
         used = ACTIVATIONS[glu](gate) * up
-    outputs = _pad_rows(
-        _grouped_mm_reference(used, weight, ends, bias), 1 + ends[-1]
-    )  # the last row, of zeros, is for unused slots
-    values = outputs[slots.clamp_max(ends[-1])].float()  # (T,K,d)
+    outputs = _grouped_mm_reference(used, weight, offsets, bias, 1 + count)  # the last row, of zeros, is for unused slots
+    values = outputs[slots.clamp_max(count)].float()  # (T,K,d)
     return (values * slot_weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
 
 
-def _grouped_mm_reference(used: Tensor, weight: Tensor, ends: list[int], bias: Tensor | None) -> Tensor:
-    products, start = [], 0
-    for expert, end in enumerate(ends):
-        product = used[start:end] @ weight[expert].t()
-        products.append(product if bias is None else product + bias[expert].to(product.dtype))
-        start = end
-    return torch.cat(products)
+def _grouped_mm_reference(used: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, count: int) -> Tensor:
+    """Return the products of the used rows, filled up with zeros to `count` rows."""
+    products = [used[rows] @ weight[expert].t() for expert, rows in enumerate(_rows_of_experts(offsets))]
+    if bias is not None:
+        products = [product + own.to(product.dtype) for product, own in zip(products, bias, strict=True)]
+    return F.pad(torch.cat(products), (0, 0, 0, count - used.shape[0]))
 
 
-def _pad_rows(values: Tensor, count: int) -> Tensor:
-    return F.pad(values, (0, 0, 0, count - values.shape[0]))
+def _rows_of_experts(offsets: Tensor) -> list[slice]:
+    """Return the rows of each expert; on a GPU this waits for the device."""
+    return [slice(start, end) for start, end in pairwise([0, *offsets.tolist()])]
 
 
-def _gather_mm_anywhere(
-    tokens: Tensor, weight: Tensor, order: Tensor, slots: Tensor, offsets: Tensor, bias: Tensor | None
-) -> Tensor:
+# The operators. After their first tensors, `rest` are the fields of a `Dispatch`, the bias, and what their schemas say.
+def _gather_mm_anywhere(tokens: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+    order, slots, offsets, bias = rest
     rows = grouped_mm(gather_rows(tokens.contiguous(), order, slots, offsets[-1]), weight, offsets, transpose=True)
     return rows if bias is None else add_bias_rows(rows, bias, offsets)
 
 
-def _gather_mm_backward_anywhere(
-    grad: Tensor,
-    tokens: Tensor,
-    weight: Tensor,
-    order: Tensor,
-    slots: Tensor,
-    offsets: Tensor,
-    bias: Tensor | None,
-    wants: Sequence[bool],
-) -> tuple[Tensor, ...]:
+def _gather_mm_backward_anywhere(grad: Tensor, tokens: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    order, slots, offsets, bias, wants = rest
     grad, used = grad.contiguous(), offsets[-1]
     of_tokens = of_weight = of_bias = grad.new_empty(0)
     if wants[0]:
@@ -177,43 +214,22 @@ def _gather_mm_backward_anywhere(
     return of_tokens, of_weight, of_bias
 
 
-def _mm_combine_anywhere(
-    hidden: Tensor,
-    weight: Tensor,
-    slot_weights: Tensor,
-    order: Tensor,
-    slots: Tensor,
-    offsets: Tensor,
-    bias: Tensor | None,
-    glu: str,
-) -> Tensor:
-    hidden = glu_rows(hidden.contiguous(), offsets[-1], glu) if glu else hidden.contiguous()
+def _mm_combine_anywhere(hidden: Tensor, weight: Tensor, slot_weights: Tensor, *rest: Any) -> Tensor:
+    _, slots, offsets, bias, glu = rest
+    hidden = _glu_rows(hidden.contiguous(), offsets[-1], glu) if glu else hidden.contiguous()
     outputs = grouped_mm(hidden, weight, offsets, transpose=True)
     bias = None if bias is None else bias.contiguous()
     return combine_rows(outputs, slots, slot_weights.contiguous(), offsets[-1], bias, offsets)
 
 
 def _mm_combine_backward_anywhere(
-    grad: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    slot_weights: Tensor,
-    order: Tensor,
-    slots: Tensor,
-    offsets: Tensor,
-    bias: Tensor | None,
-    glu: str,
-    wants: Sequence[bool],
+    grad: Tensor, hidden: Tensor, weight: Tensor, slot_weights: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
-    used = offsets[-1]
+    order, slots, offsets, bias, glu, wants = rest
+    used, slot_weights = offsets[-1], slot_weights.contiguous()
     grad_rows = gather_rows(grad.contiguous(), order, slots, used)
     unscaled = grouped_mm(grad_rows, weight, offsets, transpose=False)
-    slot_weights = slot_weights.contiguous()
-    rows = hidden.contiguous()
-    if glu:
-        grad_hidden, scaled, grad_slots = glu_rows_backward(unscaled, rows, slot_weights, order, used, glu)
-    else:
-        grad_hidden, scaled, grad_slots = scale_and_dot(unscaled, rows, slot_weights, order, slots, used)
+    grad_hidden, scaled, grad_slots = rows_backward(unscaled, hidden.contiguous(), slot_weights, order, slots, used, glu)
     of_weight = grouped_outer(grad_rows, scaled, offsets) if wants[1] else grad.new_empty(0)
     of_bias = grad.new_empty(0)
     if bias is not None:
@@ -221,13 +237,6 @@ def _mm_combine_backward_anywhere(
         if wants[3]:
             of_bias = sum_rows(grad_rows, offsets, slot_weights, order).to(bias.dtype)
     return grad_hidden, of_weight, grad_slots, of_bias
-
-
-def _mm_combine_backward_fake(
-    grad: Tensor, hidden: Tensor, weight: Tensor, slot_weights: Tensor, *rest: Any
-) -> tuple[Tensor, ...]:
-    bias, _, wants = rest[-3:]
-    return like_wanted(grad, (hidden, weight, slot_weights, bias), (True, wants[1], True, wants[3]))
 
 
 _PLAN = "Tensor order, Tensor slots, Tensor offsets, Tensor? bias"
@@ -253,12 +262,111 @@ _mm_combine_backward = operator(
     f"mm_combine_backward(Tensor grad, Tensor hidden, Tensor weight, Tensor slot_weights, {_PLAN}, str glu, bool[] wants) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     _mm_combine_backward_anywhere,
-    _mm_combine_backward_fake,
+    lambda grad, hidden, weight, slot_weights, order, slots, offsets, bias, glu, wants: like_wanted(
+        grad, (hidden, weight, slot_weights, bias), (True, wants[1], True, wants[3])
+    ),
     devices=EVERYWHERE,
 )
 
 
+# What the operators are made of: Triton on a GPU, PyTorch elsewhere. The last has no PyTorch version: see `mm_combine`.
+_gather, _combine = on_gpu(__name__, "gather"), on_gpu(__name__, "combine")
+_add_bias, _add_bias_dots = on_gpu(__name__, "add_bias"), on_gpu(__name__, "add_bias_dots")
+_sum_rows, _rows_backward = on_gpu(__name__, "sum_rows"), on_gpu(__name__, "rows_backward")
 _mm_on_gpu, _outer_on_gpu = on_gpu(__name__, "mm"), on_gpu(__name__, "outer")
+_glu_rows = on_gpu(__name__, "glu")
+
+
+def gather_rows(tokens: Tensor, order: Tensor, slots: Tensor, used: Tensor) -> Tensor:
+    """Return the token of each row."""
+    if not has_kernels(tokens) or order.shape[0] == 0:
+        return tokens.index_select(0, order // max(slots.shape[1], 1))
+    return _gather(tokens, slots, used, order.shape[0])
+
+
+def combine_rows(
+    rows: Tensor,
+    slots: Tensor,
+    weights: Tensor | None,
+    used: Tensor,
+    bias: Tensor | None = None,
+    offsets: Tensor | None = None,
+) -> Tensor:
+    """Return y_t = sum_s weight_ts rows[slot_ts], added in float32, slot after slot; an unused slot adds nothing.
+
+    With `bias (E,d)`, which needs `offsets (E,)`, the bias of its expert is added to each row.
+    """
+    if has_kernels(slots):
+        return _combine(rows, slots, weights, used, bias, offsets)
+    dtype = rows.dtype
+    if bias is not None:
+        assert offsets is not None
+        rows = add_bias_rows(rows.to(torch.float32, copy=True), bias, offsets)
+    total = torch.zeros(slots.shape[0], rows.shape[1], dtype=torch.float32, device=rows.device)
+    in_use = slots < used
+    for slot in range(slots.shape[1]):
+        if not in_use[:, slot].any():
+            continue
+        if in_use[:, slot].all():
+            values = rows.index_select(0, slots[:, slot]).float()
+        else:
+            padded = slots[:, slot].where(in_use[:, slot], 0)
+            values = rows.index_select(0, padded).float().masked_fill_(~in_use[:, slot, None], 0.0)
+        if weights is None:
+            total += values
+        else:
+            total.addcmul_(values, weights[:, slot, None])
+    return total.to(dtype)
+
+
+def add_bias_rows(rows: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
+    """Add the bias (E,n) of its expert to each row (R,n), in place; return the rows. Unused rows are undefined."""
+    if has_kernels(rows):
+        return _add_bias(rows, bias.contiguous(), offsets)
+    for expert, own in enumerate(_rows_of_experts(offsets)):
+        rows[own] += bias[expert]
+    return rows
+
+
+def sum_rows(rows: Tensor, offsets: Tensor, weights: Tensor | None, order: Tensor) -> Tensor:
+    """Return the sum (E,n) of the rows (R,n) of each expert in float32, times `weights (T,K)` of their slots if given."""
+    if has_kernels(rows):
+        return _sum_rows(rows, offsets, weights, order)
+    scaled = rows.float() if weights is None else rows.float() * weights.flatten()[order].unsqueeze(1)
+    return torch.stack([scaled[own].sum(0) for own in _rows_of_experts(offsets)])
+
+
+def add_bias_dots(grad: Tensor, bias: Tensor, order: Tensor, slots: Tensor, offsets: Tensor, dots: Tensor) -> Tensor:
+    """Add grad_r . bias of the row's expert to `dots (T,K)` at the slot of each row, in place; return `dots`."""
+    if has_kernels(grad):
+        return _add_bias_dots(grad, bias.contiguous(), order, offsets, dots)
+    products = torch.empty(grad.shape[0], device=grad.device)
+    for expert, own in enumerate(_rows_of_experts(offsets)):
+        products[own] = grad[own].float() @ bias[expert].float()
+    return dots.add_(_to_slots(products, slots, offsets[-1]))
+
+
+def rows_backward(
+    grad: Tensor, rows: Tensor, weights: Tensor, order: Tensor, slots: Tensor, used: Tensor, glu: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradient of `rows`, weight_r h_r, and for each slot (T,K) grad_r . h_r of its row, 0 if it is unused.
+
+    h_r is the row itself or, with the name `glu` of an activation, its gated activation (only on a GPU). The gradient of h_r
+    is weight_r grad_r. The kernel overwrites `grad`.
+    """
+    if has_kernels(rows):
+        return _rows_backward(grad, rows, weights, order, used, glu)
+    scale = weights.flatten()[order].unsqueeze(1)
+    dots = (grad.float() * rows.float()).sum(1)
+    return (grad * scale).to(grad.dtype), (rows * scale).to(rows.dtype), _to_slots(dots, slots, used)
+
+
+def _to_slots(values: Tensor, slots: Tensor, used: Tensor) -> Tensor:
+    """Return one value per row as one value per slot (T,K), 0 in unused slots."""
+    if values.shape[0] == 0:
+        return values.new_zeros(slots.shape)
+    in_use = slots < used
+    return values[slots.where(in_use, 0)].where(in_use, 0.0)
 
 
 def grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor, *, transpose: bool) -> Tensor:
@@ -270,16 +378,13 @@ def grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor, *, transpose: bool
     if rows.shape[0] == 0:
         return rows.new_empty(0, matrices.shape[-1])
     if _torch_has_kernel(rows, weight) and _aligned(matrices):
-        return torch.nn.functional.grouped_mm(rows, matrices, offs=offsets)
+        return F.grouped_mm(rows, matrices, offs=offsets)
     if HAS_TRITON and rows.is_cuda:
         return _mm_on_gpu(rows, matrices, offsets)
-    out = rows.new_empty(rows.shape[0], matrices.shape[-1])
-    start = 0
-    for expert, end in enumerate(offsets.tolist()):
-        if end > start:
-            torch.mm(rows[start:end], matrices[expert], out=out[start:end])
-        start = end
-    out[start:].zero_()
+    out, owned = rows.new_empty(rows.shape[0], matrices.shape[-1]), _rows_of_experts(offsets)
+    for expert, own in enumerate(owned):
+        torch.mm(rows[own], matrices[expert], out=out[own])
+    out[owned[-1].stop :].zero_()
     return out
 
 
@@ -289,17 +394,12 @@ def grouped_outer(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
     if left.shape[0] == 0:
         return left.new_zeros(experts, left.shape[1], right.shape[1])
     if _torch_has_kernel(left, right):
-        return torch.nn.functional.grouped_mm(left.t(), right, offs=offsets)
+        return F.grouped_mm(left.t(), right, offs=offsets)
     if HAS_TRITON and left.is_cuda:
         return _outer_on_gpu(left, right, offsets)
     out = left.new_empty(experts, left.shape[1], right.shape[1])
-    start = 0
-    for expert, end in enumerate(offsets.tolist()):
-        if end > start:
-            torch.mm(left[start:end].t(), right[start:end], out=out[expert])
-        else:
-            out[expert].zero_()
-        start = end
+    for expert, own in enumerate(_rows_of_experts(offsets)):
+        torch.mm(left[own].t(), right[own], out=out[expert])
     return out
 
 

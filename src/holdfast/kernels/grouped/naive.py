@@ -40,6 +40,16 @@ def experts(
     return torch.stack(outputs) if outputs else tokens.new_zeros(tokens.shape)
 
 
+def combine_rows(rows: Tensor, slots: Tensor, weights: Tensor, used: int) -> Tensor:
+    """Return y_t = sum_s weight_ts * rows[slot_ts] over the slots that point below `used`."""
+    out = torch.zeros(slots.shape[0], rows.shape[1])
+    for token, its_slots in enumerate(slots.tolist()):
+        for position, slot in enumerate(its_slots):
+            if slot < used:
+                out[token] += weights[token, position] * rows[slot].float()
+    return out.to(rows.dtype)
+
+
 def grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """Return rows offsets[e-1] to offsets[e] times weight[e]^T; rows past the last offset are zero."""
     out = rows.new_zeros(rows.shape[0], weight.shape[1])

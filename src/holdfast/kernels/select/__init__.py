@@ -286,19 +286,9 @@ class _Select(torch.autograd.Function):
         return None, _select_backward(grad.contiguous(), *saved, *ctx.rest), *(None,) * 8
 
 
-def _weigh_reference(
-    scores: Tensor,
-    chosen: Tensor,
-    eps: Tensor | None,
-    edges: Tensor,
-    k: int,
-    how: int,
-    informed: bool,
-    a: float,
-    b: float,
-    amounts: Tensor,
-) -> Tensor:
+def _weigh_reference(scores: Tensor, chosen: Tensor, eps: Tensor | None, edges: Tensor, *rest: Any) -> Tensor:
     """Return the weights of the `chosen` experts (T,K) in operations that autograd can differentiate."""
+    k, how, informed, a, b, amounts = rest
     in_use = chosen < scores.shape[1]
     experts = chosen.where(in_use, 0)
     fade = None

@@ -8,11 +8,14 @@ Where only a few slots matter, finding the best expert that is left, once for ea
 """
 
 # mypy: ignore-errors
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from holdfast.kernels.float32_parts import BF16_PART
 from holdfast.kernels.operators import cdiv, kernel, next_power_of_2
 from holdfast.kernels.select import SHARE
 
@@ -32,13 +35,6 @@ def _keys(values, inside):
     bits = tl.where(values == 0, 0.0, values).to(tl.int32, bitcast=True)
     keys = tl.where(bits < 0, bits ^ HIGHEST, bits)
     return tl.where(inside, tl.where(values != values, HIGHEST, keys), LOWEST)
-
-
-@triton.jit
-def _own_keys(scores, row, rows, experts, EXPERTS: tl.constexpr):
-    expert = tl.arange(0, EXPERTS)
-    inside = (row < rows)[:, None] & (expert < experts)[None, :]
-    return _keys(tl.load(scores + row[:, None] * experts + expert[None, :], mask=inside, other=0.0), inside)
 
 
 @triton.jit
@@ -72,7 +68,9 @@ def slots_of(
     scores, row, rows, experts, wanted, ROWS: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, FEW: tl.constexpr
 ):
     """Return (ROWS, EXPERTS), each expert's slot, and keys; if FEW, only the first `wanted` slots, and the other keys."""
-    keys = _own_keys(scores, row, rows, experts, EXPERTS)
+    expert = tl.arange(0, EXPERTS)
+    inside = (row < rows)[:, None] & (expert < experts)[None, :]
+    keys = _keys(tl.load(scores + row[:, None] * experts + expert[None, :], mask=inside, other=0.0), inside)
     if FEW:
         keys, slots = _fill_slots(keys, tl.full((ROWS, EXPERTS), EXPERTS, dtype=tl.int32), 0, wanted, EXPERTS)
     else:
@@ -279,7 +277,6 @@ def _count_pairs(
     EXPERTS: tl.constexpr,
     CHUNK: tl.constexpr,
     FEW: tl.constexpr,
-    PART: tl.constexpr,
 ):
     """Write out[s] = Z^T Z over the s-th share of the rows, Z the 0/1 matrix of chosen experts: exact in any order."""
     split = tl.program_id(0)
@@ -291,7 +288,7 @@ def _count_pairs(
         counted = (row < rows)[:, None] & (expert < experts)[None, :]
         if PADDED:
             counted = counted & (tl.load(real + row, mask=row < rows, other=0) != 0)[:, None]
-        chosen = tl.where(counted & (slots < k), 1.0, 0.0).to(PART)
+        chosen = tl.where(counted & (slots < k), 1.0, 0.0).to(BF16_PART)
         total = tl.dot(tl.trans(chosen), chosen, total)
     place = split * experts * experts + expert[:, None] * experts + expert[None, :]
     tl.store(out + place, total, mask=(expert < experts)[:, None] & (expert < experts)[None, :])
@@ -338,30 +335,18 @@ def select(
     found = torch.empty(0 if eps is None or gaps is not None else count, experts, device=scores.device)
     edges = torch.empty(count if capped else 0, dtype=torch.float32, device=scores.device)
     options = forward_options(experts, width if capped else k)
+    written = chosen, weights, slots, found if gaps is None else gaps, edges
+    weighing = {**_weighing(eps, how, informed, a, b), "CAPPED": capped, "GIVEN": gaps is not None}
     _select[(cdiv(count, options["ROWS"]),)](
-        scores,
-        amounts,
-        scores if eps is None else eps,
-        chosen,
-        weights,
-        slots,
-        found if gaps is None else gaps,
-        edges,
-        count,
-        experts,
-        k,
-        width,
-        HOW=how,
-        SMOOTH=eps is not None,
-        CAPPED=capped,
-        EACH=int(eps is not None and eps.numel() > 1),
-        GIVEN=gaps is not None,
-        INFORMED=informed,
-        A=a,
-        B=b,
-        **options,
+        scores, amounts, scores if eps is None else eps, *written, count, experts, k, width, **weighing, **options
     )
     return chosen, weights, slots, found, edges
+
+
+def _weighing(eps: Tensor | None, how: int, informed: bool, a: float, b: float) -> dict[str, Any]:
+    """Return what kernels know at compile time of how experts are weighed."""
+    each = int(eps is not None and eps.numel() > 1)  # whether each token has a strip of its own width
+    return {"HOW": how, "SMOOTH": eps is not None, "EACH": each, "INFORMED": informed, "A": a, "B": b}
 
 
 def strip_gaps(scores: Tensor, k: int, width: int, informed: bool) -> Tensor:
@@ -392,52 +377,21 @@ def select_backward(
     count, experts = amounts.shape
     out = torch.empty_like(amounts)
     rows, wide = block_of(experts, BACKWARD_BLOCK)
+    weighing = {**_weighing(eps, how, informed, a, b), "CAPPED": edges.numel() > 0}
+    saved, sizes = (amounts, amounts if eps is None else eps, weights, slots, edges), (count, experts, k, grad.shape[1])
     _select_backward[(cdiv(count, rows),)](
-        grad,
-        amounts,
-        amounts if eps is None else eps,
-        weights,
-        slots,
-        edges,
-        out,
-        count,
-        experts,
-        k,
-        grad.shape[1],
-        scores,
-        HOW=how,
-        SMOOTH=eps is not None,
-        CAPPED=edges.numel() > 0,
-        EACH=int(eps is not None and eps.numel() > 1),
-        INFORMED=informed,
-        A=a,
-        B=b,
-        ROWS=rows,
-        EXPERTS=wide,
-        num_warps=1,
+        grad, *saved, out, *sizes, scores, **weighing, ROWS=rows, EXPERTS=wide, num_warps=1
     )
     return out
 
 
-def count_pairs(scores: Tensor, real: Tensor | None, k: int, share: int = SHARE, part: tl.dtype = tl.bfloat16) -> Tensor:
+def count_pairs(scores: Tensor, real: Tensor | None, k: int, share: int = SHARE) -> Tensor:
     """Return (S,E,E), to be summed: how often two experts are both among a real token's k best."""
     (count, experts), scores = scores.shape, scores.contiguous()
-    splits = cdiv(count, share)
+    splits, padded = cdiv(count, share), real is not None
     out = torch.empty(splits, experts, experts, dtype=torch.float32, device=scores.device)
+    mask, sizes = real.contiguous() if padded else scores, {"ROWS": 16, "EXPERTS": max(next_power_of_2(experts), 16)}
     _count_pairs[(splits,)](
-        scores,
-        scores if real is None else real.contiguous(),
-        out,
-        count,
-        share,
-        experts,
-        k,
-        PADDED=real is not None,
-        ROWS=16,
-        EXPERTS=max(next_power_of_2(experts), 16),
-        CHUNK=16,
-        FEW=k <= FEW_SLOTS,
-        PART=part,
-        num_warps=4,
+        scores, mask, out, count, share, experts, k, PADDED=padded, **sizes, CHUNK=16, FEW=k <= FEW_SLOTS, num_warps=4
     )
     return out

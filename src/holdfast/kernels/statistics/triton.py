@@ -92,18 +92,9 @@ def _at_rank(rank, counts, out):
 
 def count_bytes(values: Tensor, real: Tensor | None, below: Tensor, counts: Tensor, byte: int) -> None:
     """Count the `byte`-th bytes of the keys into `counts`, which already holds the counts of the bytes before."""
-    size, values = values.numel(), values.contiguous()
-    _count[(cdiv(size, BLOCK),)](
-        values,
-        values if real is None else real.contiguous(),
-        below,
-        counts,
-        size,
-        values.shape[-1],
-        PADDED=real is not None,
-        BYTE=byte,
-        BLOCK=BLOCK,
-    )
+    size, values, padded = values.numel(), values.contiguous(), real is not None
+    mask = real.contiguous() if padded else values
+    _count[(cdiv(size, BLOCK),)](values, mask, below, counts, size, values.shape[-1], PADDED=padded, BYTE=byte, BLOCK=BLOCK)
 
 
 def midpoint(below: Tensor, counts: Tensor) -> Tensor:

@@ -40,7 +40,6 @@ from holdfast.kernels.token_mixing.blocks import (
     mix_in_blocks_backward,
     mix_one_query,
     only_real,
-    score_terms,
 )
 from holdfast.kernels.torch_internals import is_exporting
 
@@ -63,12 +62,27 @@ class Levels(NamedTuple):
     key: Tensor  # (G,M)
 
 
-def softmax_mix(
+def softmax_mix(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    """Return out (G,N,n), float32, differentiable in all operands except `mask` and `levels`; options as those of `_mix`."""
+    return _mix(query, key, value, with_total=False, **options)[0]
+
+
+def softmax_mix_with_total(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """Return out (G,N,n) and log_total (G,N), the logarithm of each query's sum of exp(score), both differentiable.
+
+    log_total is -inf for a query without allowed keys. The options are those of `_mix`.
+    """
+    out, log_total = _mix(query, key, value, with_total=True, **options)
+    return out, log_total
+
+
+def _mix(
     query: Tensor,  # (G,N,m)
     key: Tensor,  # (G,M,m)
     value: Tensor,  # (G,M,n)
     *,
     scale: float,
+    with_total: bool,
     causal: bool = False,
     real: Tensor | None = None,  # (G,M)
     mask: Tensor | None = None,  # (G,N,M), or 1 in place of G or N
@@ -76,42 +90,12 @@ def softmax_mix(
     bias: Tensor | None = None,  # (G,M), added to the scores of a key
     levels: Levels | None = None,
     coarse: bool = False,
-) -> Tensor:
-    """Return out (G,N,n), float32, differentiable in all operands except `mask` and `levels`.
+) -> tuple[Tensor, ...]:
+    """Return `out` and `log_total`; one query without gradients has the second only with `with_total`.
 
     If keys equal queries, pass the same object as both: this saves work. With `coarse`, the caller rounds the gradients of
     queries and keys to bfloat16, so they are computed with that accuracy only.
     """
-    limits: dict[str, Any] = {"causal": causal, "real": real, "mask": mask, "levels": levels}
-    options: dict[str, Any] = {"scale": scale, "second": second, "bias": bias, "coarse": coarse}
-    return _mix(query, key, value, with_total=False, **limits, **options)[0]
-
-
-def softmax_mix_with_total(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    """Return out (G,N,n) and log_total (G,N), the logarithm of each query's sum of exp(score), both differentiable.
-
-    log_total is -inf for a query without allowed keys. The arguments are those of `softmax_mix`.
-    """
-    out, log_total = _mix(query, key, value, with_total=True, **options)
-    return out, log_total
-
-
-def _mix(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    scale: float,
-    with_total: bool,
-    causal: bool = False,
-    real: Tensor | None = None,
-    mask: Tensor | None = None,
-    second: SecondProduct | None = None,
-    bias: Tensor | None = None,
-    levels: Levels | None = None,
-    coarse: bool = False,
-) -> tuple[Tensor, ...]:
-    """Return `out` and `log_total`; one query without gradients has the second only with `with_total`."""
     second_query, second_key, second_scale = (None, None, 0.0) if second is None else second
     bias = None if bias is None else bias.float()
     rows = (query, key, value, second_query, second_key, bias)
@@ -139,10 +123,9 @@ Inputs = tuple[Any, ...]
 
 def _terms_and_value(inputs: Inputs, causal: bool, scale: float, second_scale: float) -> tuple[ScoreTerms, Tensor]:
     """Return the terms of the scores, and the values without those of padding."""
-    query, key, value, second_query, second_key, bias, *limits = inputs
-    operands = (query, key, second_query, second_key, bias)
-    terms = (*operands, *limits, causal, scale, second_scale)
-    return score_terms(*terms), only_real(value, limits[0])
+    query, key, value, *others = inputs
+    terms = ScoreTerms._make((query, key, *others, causal, scale, second_scale)).prepared()
+    return terms, only_real(value, terms.real)
 
 
 def parts_for_backward(parts: list[Tensor]) -> list[Tensor]:

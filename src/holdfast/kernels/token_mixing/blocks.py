@@ -39,7 +39,10 @@ def mix_one_query(terms: "ScoreTerms", value: Tensor, with_total: bool) -> tuple
     around it; precision switches do not affect it.
     """
     is_compiled = torch.compiler.is_compiling()
-    product = _product_as_sum if is_compiled else torch.bmm
+
+    def product(left: Tensor, right: Tensor) -> Tensor:
+        return (left.transpose(1, 2) * right).sum(1, keepdim=True) if is_compiled else torch.bmm(left, right)
+
     with nullcontext() if is_compiled else ieee_float32():
         scores = product(terms.query, terms.key.transpose(1, 2)).mul_(terms.scale)
         if terms.second_query is not None and terms.second_key is not None:
@@ -49,11 +52,6 @@ def mix_one_query(terms: "ScoreTerms", value: Tensor, with_total: bool) -> tuple
         weights = scores.softmax(-1).masked_fill_(sees_nothing, 0.0)
         out = product(weights, value.to(weights.dtype)).float()
     return (out, scores.logsumexp(-1).float()) if with_total else (out,)
-
-
-def _product_as_sum(left: Tensor, right: Tensor) -> Tensor:
-    """Return `left (G,1,n)` times `right (G,n,p)`."""
-    return (left.transpose(1, 2) * right).sum(1, keepdim=True)
 
 
 def expanded_mask(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
@@ -92,6 +90,16 @@ class ScoreTerms(NamedTuple):
     causal: bool
     scale: float
     second_scale: float
+
+    def prepared(self) -> "ScoreTerms":
+        """Return the operands, as they are given, in the precision that they need."""
+        query, key = self.query.float(), only_real(self.key, self.real)
+        second_query = None if self.second_query is None else self.second_query.float()
+        second_key = None if self.second_key is None else only_real(self.second_key, self.real)
+        operands: tuple[Tensor | None, ...] = (query, key, second_query, second_key, self.bias)
+        if _overflows(query, key, self.scale) or _overflows(second_query, second_key, self.second_scale):
+            operands = tuple(None if operand is None else operand.double() for operand in operands)
+        return ScoreTerms._make((*operands, *self[len(operands) :]))
 
     def scores(self, rows: slice, columns: slice) -> Tensor:
         """Return (G, block, keys), -inf where not allowed."""
@@ -136,33 +144,6 @@ class ScoreTerms(NamedTuple):
         return scores
 
 
-def score_terms(
-    query: Tensor,
-    key: Tensor,
-    second_query: Tensor | None,
-    second_key: Tensor | None,
-    bias: Tensor | None,
-    real: Tensor | None,
-    mask: Tensor | None,
-    query_level: Tensor | None,
-    key_level: Tensor | None,
-    causal: bool,
-    scale: float,
-    second_scale: float,
-) -> ScoreTerms:
-    """Return the operands of the scores in the precision that they need."""
-    second_query = None if second_query is None else second_query.float()
-    second_key = None if second_key is None else only_real(second_key, real)
-    query, key = query.float(), only_real(key, real)
-    if _overflows(query, key, scale) or _overflows(second_query, second_key, second_scale):
-        query, key = query.double(), key.double()
-        second_query, second_key, bias = (
-            None if operand is None else operand.double() for operand in (second_query, second_key, bias)
-        )
-    levels = (query_level, key_level)
-    return ScoreTerms(query, key, second_query, second_key, bias, real, mask, *levels, causal, scale, second_scale)
-
-
 def _overflows(query: Tensor | None, key: Tensor | None, scale: float) -> bool:
     """Return whether a product could overflow float32. On a GPU, where finding out would wait, return False."""
     if query is None or key is None or query.device.type != "cpu" or torch.compiler.is_compiling():
@@ -178,10 +159,6 @@ def _exp(log_weights: Tensor) -> Tensor:
     return torch.threshold_(log_weights, -80.0, -torch.inf).exp_()
 
 
-def _normalised(weights: Tensor) -> Tensor:
-    return weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
-
-
 def finite_or_zero(values: Tensor) -> Tensor:
     return values.where(values > -torch.inf, 0.0)
 
@@ -192,6 +169,11 @@ def sampled(queries: int, step: int) -> list[slice]:
         slice(first, min(first + SAMPLED_BLOCK, queries))
         for first in range(step // 2 * SAMPLED_BLOCK, queries, step * SAMPLED_BLOCK)
     ]
+
+
+def sampled_count(queries: int, step: int) -> int:
+    """Return how many queries are in the `sampled` blocks."""
+    return sum(block.stop - block.start for block in sampled(queries, step))
 
 
 def mix_in_blocks(terms: ScoreTerms, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -239,7 +221,8 @@ def mix_in_blocks_backward(
         for rows, columns in query_blocks(query, key, terms.causal):
             scores = terms.scores(rows, columns)
             if terms.wide:  # their logarithms do not fit into float32
-                weights = _normalised(_exp(scores.sub_(finite_or_zero(scores.amax(-1, keepdim=True)))))
+                weights = _exp(scores.sub_(finite_or_zero(scores.amax(-1, keepdim=True))))
+                weights = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
             else:
                 weights = _exp(scores.sub_(log_total[:, rows]))
             grad_value[:, columns] += torch.bmm(weights.transpose(1, 2), grad[:, rows])

@@ -6,7 +6,7 @@ Tiles are the first choice that fits into a multiprocessor's shared memory.
 
 # mypy: ignore-errors
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -47,12 +47,12 @@ class Tiling(NamedTuple):
 
     @property
     def options(self) -> dict[str, int]:
-        return {
-            "ROWS": self.rows,
-            "COLUMNS": self.columns,
-            "num_warps": self.warps,
-            "num_stages": self.stages,
-        }
+        return {"ROWS": self.rows, "COLUMNS": self.columns, "num_warps": self.warps, "num_stages": self.stages}
+
+    def chunked(self, width: int) -> dict[str, int]:
+        """Return the options of a kernel that reads vectors of this width in chunks, or whole."""
+        chunk = min(self.chunk, width & -width)  # `width & -width` is the largest power of 2 that divides it
+        return {"CHUNK": chunk, **self.options, "FOLD": self.fold}
 
 
 # Measured on an H200. The last fits everywhere.
@@ -72,22 +72,12 @@ WIDE_TILINGS = {
 }
 SCRATCH = 8192  # bytes that a kernel needs besides its tiles
 
-
-class ProductTiling(NamedTuple):
-    """Rows and columns of a tile of a gradient, and over how many slopes a step of its loop sums."""
-
-    rows: int
-    columns: int
-    inner: int
-    warps: int
-    stages: int
-
-
+# For gradients as products of slopes: rows and columns of a tile of a gradient; `chunk`: slopes that a step of a loop adds.
 PRODUCT_TILINGS = (
-    ProductTiling(128, 128, 64, 8, 3),
-    ProductTiling(128, 64, 64, 4, 2),
-    ProductTiling(64, 64, 32, 4, 2),
-    ProductTiling(32, 32, 32, 4, 1),
+    Tiling(128, 128, 8, 3, chunk=64),
+    Tiling(128, 64, 4, 2, chunk=64),
+    Tiling(64, 64, 4, 2, chunk=32),
+    Tiling(32, 32, 4, 1, chunk=32),
 )
 PADDING = 128  # the matrix of slopes has a multiple of this many rows and columns, so that tiles end inside of it
 
@@ -102,7 +92,7 @@ def _tile_bytes(kernel: str, tiling: Tiling, constants: dict[str, Any]) -> int:
         chunk = min(tiling.chunk, width)
         read = parts[0] * tiling.rows + parts[1] * tiling.columns
         kept = values * (parts[4] * tiling.columns + (2 * tiling.rows if over_keys else 0))
-        return 2 * (tiling.stages * read * chunk + kept) + SCRATCH
+        return 2 * (tiling.stages * read * chunk + kept)
     if over_keys:
         kept = parts[1] * width + parts[3] * second
         loaded = parts[0] * width + parts[2] * second + 2 * values
@@ -112,35 +102,19 @@ def _tile_bytes(kernel: str, tiling: Tiling, constants: dict[str, Any]) -> int:
     if kernel in ("query", "key"):
         kept += (2 if kernel == "query" else parts[4]) * values
         loaded += parts[5] * width * constants["SCALED"] + parts[6] * second
-    return 2 * (long * kept + tiling.stages * short * loaded) + SCRATCH
+    return 2 * (long * kept + tiling.stages * short * loaded)
+
+
+def first_fitting(tilings: Sequence[Tiling], bytes_of: Callable[[Tiling], int], device: torch.device) -> Tiling:
+    """Return the first tiling whose tiles fit into the shared memory of one program; the last where none does."""
+    limit = shared_memory(device) - SCRATCH
+    return next((tiling for tiling in tilings if bytes_of(tiling) <= limit), tilings[-1])
 
 
 def _choose_tiling(kernel: str, constants: dict[str, Any], device: torch.device, wide: bool) -> Tiling:
     """Return the first tiling of the kernel that fits."""
-    limit = shared_memory(device)
     tilings = (WIDE_TILINGS if wide else TILINGS)[kernel]
-    return next(tiling for tiling in tilings if _tile_bytes(kernel, tiling, constants) <= limit)
-
-
-def _choose_product_tiling(width: int, slope_parts: int, parts: int, device: torch.device) -> ProductTiling:
-    """Return the first tiling of `triton.slope_product` that fits, for rows of `width` columns in `parts` parts.
-
-    Its columns divide the width.
-    """
-    limit = shared_memory(device)
-    for tiling in PRODUCT_TILINGS:
-        columns = min(tiling.columns, width & -width)
-        read = slope_parts * tiling.rows + parts * columns
-        if 2 * tiling.stages * tiling.inner * read + SCRATCH <= limit:
-            return tiling._replace(columns=columns)
-    return tiling._replace(columns=columns)
-
-
-def _fits(constants: dict[str, Any], device: torch.device, wide: bool) -> bool:
-    """Return whether the smallest tiles of all kernels fit into the shared memory of one program."""
-    tilings = (WIDE_TILINGS if wide else TILINGS).items()
-    least = max(_tile_bytes(kernel, choices[-1], constants) for kernel, choices in tilings)
-    return least <= shared_memory(device)
+    return first_fitting(tilings, lambda tiling: _tile_bytes(kernel, tiling, constants), device)
 
 
 @functools.cache
@@ -170,7 +144,9 @@ def supports(
         return False
     padded = [0 if width == 0 else part_width(width) for width in widths]
     constants = dict(zip(("WIDTH", "SECOND", "VALUES"), padded, strict=True)) | {"PARTS": (2,) * 7, "SCALED": True}
-    return _fits(constants, query.device, is_wide(query, second_query))
+    tilings = WIDE_TILINGS if is_wide(query, second_query) else TILINGS
+    least = max(_tile_bytes(kernel, choices[-1], constants) for kernel, choices in tilings.items())
+    return least + SCRATCH <= shared_memory(query.device)
 
 
 def _padded_length(rows: Tensor) -> int:
@@ -287,19 +263,16 @@ def _arguments(
         key = query
     second_query, second_key = second or (query, key)
     scaled = rows.scaled(types)
-    first = (
-        (fp16_operand(query), fp16_operand(key))
-        if scaled
-        else (bf16_operand(query, rows.query), bf16_operand(key, rows.key))
-    )
+    if scaled:
+        first, counts = (fp16_operand(query), fp16_operand(key)), (_fp16_parts(rows.query), _fp16_parts(rows.key))
+    else:
+        first, counts = (bf16_operand(query, rows.query), bf16_operand(key, rows.key)), (1, 1)
+    counts += (_fp16_parts(rows.second_query), _fp16_parts(rows.second_key)) if second else (1, 1)
     constants = {
         "WIDTH": part_width(rows.query.shape[2]),
         "SECOND": 0 if rows.second_query is None else part_width(rows.second_query.shape[2]),
         "VALUES": tile_width(rows.value.shape[2]),
-        "PARTS": (
-            *((_fp16_parts(rows.query), _fp16_parts(rows.key)) if scaled else (1, 1)),
-            *((_fp16_parts(rows.second_query), _fp16_parts(rows.second_key)) if second else (1, 1)),
-        ),
+        "PARTS": counts,
         "SCALED": scaled,
         "CAUSAL": causal,
         "HAS_BIAS": bias is not None,
@@ -334,28 +307,12 @@ def mix(
     out = torch.empty(groups, queries, width, dtype=torch.float32, device=rows.query.device)
     log_total = torch.empty(groups, queries, dtype=torch.float32, device=rows.query.device)
     tiling = _choose_tiling("mix", constants, rows.query.device, is_wide(rows.query, rows.second_query))
+    operands = *common.operands, fp16_operand(common.value), *common.limits
+    sizes = queries, keys, width, scale, second_scale
     triton.mix[groups, cdiv(queries, tiling.rows)](
-        *common.operands,
-        fp16_operand(common.value),
-        *common.limits,
-        out,
-        log_total,
-        queries,
-        keys,
-        width,
-        scale,
-        second_scale,
-        **constants,
-        CHUNK=_chunk(tiling, constants["WIDTH"]),
-        **tiling.options,
-        FOLD=tiling.fold,
+        *operands, out, log_total, *sizes, **constants, **tiling.chunked(constants["WIDTH"])
     )
     return out, log_total
-
-
-def _chunk(tiling: Tiling, width: int) -> int:
-    """Return how many columns of vectors of this width are read at a time; 0 is all."""
-    return min(tiling.chunk, width & -width)  # `width & -width` is the largest power of 2 that divides it
 
 
 def mix_backward(
@@ -416,75 +373,43 @@ def mix_backward(
     def over_keys(slopes_out: triton.Slopes, wants_key: bool) -> None:
         constants = {**common.constants, "PARTS": (*part_counts, *of_keys), "SLOPES": slopes}
         tiling = _choose_tiling("key" if wants_key else "value", constants, query.device, is_chunked)
-        places = [grad if place is None else place for place in (of_key, of_second_key, of_value, of_bias)]
+        wanted = {"WANTS_KEY": wants_key, "WANTS_VALUE": wants.value, **tiling.chunked(constants["WIDTH"])}
+        written = [grad if place is None else place for place in (of_key, of_second_key, of_value, of_bias)]
+        factors = bf16_operands(common.query, query, common.second_query, second_query) if wants.key else (grads, grads)
+        sizes = queries, keys, *widths, value.shape[2], scale, second_scale
         triton.key_gradient[groups, cdiv(keys, tiling.columns)](
-            *operands,
-            *(bf16_operands(common.query, query, common.second_query, second_query) if wants.key else (grads, grads)),
-            *rest,
-            *places,
-            slopes_out,
-            queries,
-            keys,
-            *widths,
-            value.shape[2],
-            scale,
-            second_scale,
-            **constants,
-            WANTS_KEY=wants_key,
-            WANTS_VALUE=wants.value,
-            CHUNK=_chunk(tiling, constants["WIDTH"]),
-            **tiling.options,
-            FOLD=tiling.fold,
+            *operands, *factors, *rest, *written, slopes_out, *sizes, **constants, **wanted
         )
 
     if is_chunked and (wants.query or wants.key):
         assert key is query
         padded, length = common.constants["WIDTH"], _padded_length(query)
-        tiling = _choose_product_tiling(padded, slopes, max(of_keys[0], of_queries[0]), query.device)
+        divisor, most_parts = padded & -padded, max(of_keys[0], of_queries[0])  # columns of tiles divide the width
+
+        def product_bytes(tiling: Tiling) -> int:
+            return 2 * tiling.stages * tiling.chunk * (slopes * tiling.rows + most_parts * min(tiling.columns, divisor))
+
+        tiling = first_fitting(PRODUCT_TILINGS, product_bytes, query.device)
+        tiling = tiling._replace(columns=min(tiling.columns, divisor))
         matrix = torch.empty(slopes, groups, length, length, dtype=types.bf16, device=query.device)
-        written = triton.Slopes(matrix, _slopes_of(query), length, tiling.rows + tiling.inner)
+        written = triton.Slopes(matrix, _slopes_of(query), length, tiling.rows + tiling.chunk)
         over_keys(written, True)
         if of_query is not None:
+            vectors = bf16_operand(common.query, query), bf16_operand(common.key, key)
+            parts_of = {"SLOPES": slopes, "QUERY_PARTS": of_keys[0], "KEY_PARTS": of_queries[0]}
+            kinds = {"WIDTH": padded, **parts_of, "CAUSAL": causal, "ASK": queries % tiling.chunk != 0}
             triton.slope_product[groups * cdiv(queries, tiling.rows) * (padded // tiling.columns),](
-                written,
-                bf16_operand(common.query, query),
-                bf16_operand(common.key, key),
-                of_query,
-                queries,
-                width,
-                scale,
-                WIDTH=padded,
-                SLOPES=slopes,
-                QUERY_PARTS=of_keys[0],
-                KEY_PARTS=of_queries[0],
-                CAUSAL=causal,
-                ASK=queries % tiling.inner != 0,
-                ROWS=tiling.rows,
-                COLUMNS=tiling.columns,
-                INNER=tiling.inner,
-                num_warps=tiling.warps,
-                num_stages=tiling.stages,
+                written, *vectors, of_query, queries, width, scale, **kinds, INNER=tiling.chunk, **tiling.options
             )
     elif wants.key or wants.value:
         over_keys(triton.Slopes(grad, 0, 0, 0), wants.key)
     if wants.query and not is_chunked:
-        constants = {**common.constants, "PARTS": (*part_counts, *of_queries), "SLOPES": slopes}
+        constants = {**common.constants, "PARTS": (*part_counts, *of_queries), "SLOPES": slopes, "SHARED": shared}
         tiling = _choose_tiling("query", constants, query.device, False)
+        factors = bf16_operands(common.key, key, common.second_key, second_key)
+        written = of_query, grad if of_second_query is None else of_second_query
+        sizes = queries, keys, *widths, scale, second_scale
         triton.query_gradient[groups, cdiv(queries, tiling.rows)](
-            *operands,
-            *bf16_operands(common.key, key, common.second_key, second_key),
-            *rest,
-            of_query,
-            grad if of_second_query is None else of_second_query,
-            queries,
-            keys,
-            *widths,
-            scale,
-            second_scale,
-            **constants,
-            CHUNK=0,
-            SHARED=shared,
-            **tiling.options,
-            FOLD=tiling.fold,
+            *operands, *factors, *rest, *written, *sizes, **constants, **tiling.chunked(0)
         )
     return of_query, None if shared else of_key, of_value, of_second_query, of_second_key, of_bias if wants.key else None

@@ -6,7 +6,19 @@ import torch
 from torch import Tensor
 
 
-def mixing_weights(
+def mixing_weights(*arguments: Any, **options: Any) -> Tensor:
+    """Return (G,N,M): the softmax over the keys that each query may attend to; 0 for a query without any."""
+    scores, allowed = scores_and_allowed(*arguments, **options)
+    return torch.softmax(scores.masked_fill(~allowed, -1e30), -1) * allowed.any(-1, keepdim=True)
+
+
+def log_totals(*arguments: Any, **options: Any) -> Tensor:
+    """Return (G,N): the logarithm of each query's sum of exp(score); -inf for a query without keys."""
+    scores, allowed = scores_and_allowed(*arguments, **options)
+    return scores.masked_fill(~allowed, -torch.inf).logsumexp(-1)
+
+
+def scores_and_allowed(
     query: Tensor,  # (G,N,m)
     key: Tensor,  # (G,M,m)
     scale: float,
@@ -16,28 +28,6 @@ def mixing_weights(
     second: tuple[Tensor, Tensor, float] | None = None,  # another product, and what it is multiplied with
     bias: Tensor | None = None,  # (G,M)
     levels: tuple[Tensor, Tensor] | None = None,  # (G,N) and (G,M)
-) -> Tensor:
-    """Return (G,N,M): the softmax over the keys that each query may attend to; 0 for a query without any."""
-    scores, allowed = scores_and_allowed(query, key, scale, causal, real, mask, second, bias, levels)
-    return torch.softmax(scores.masked_fill(~allowed, -1e30), -1) * allowed.any(-1, keepdim=True)
-
-
-def log_totals(*arguments: Any, **options: Any) -> Tensor:
-    """Return (G,N): the logarithm of each query's sum of exp(score); -inf for a query without keys. Arguments as above."""
-    scores, allowed = scores_and_allowed(*arguments, **options)
-    return scores.masked_fill(~allowed, -torch.inf).logsumexp(-1)
-
-
-def scores_and_allowed(
-    query: Tensor,
-    key: Tensor,
-    scale: float,
-    causal: bool = False,
-    real: Tensor | None = None,
-    mask: Tensor | None = None,
-    second: tuple[Tensor, Tensor, float] | None = None,
-    bias: Tensor | None = None,
-    levels: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (G,N,M) twice: the scores, and which keys each query may attend to."""
     scores = scale * query @ key.transpose(1, 2)

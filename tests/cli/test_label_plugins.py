@@ -1,6 +1,5 @@
 """Labelled texts with datasets, attacks and metrics of plugins, and in sweeps."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ import pytest
 import torch
 
 import holdfast
-from holdfast import plugins
 from holdfast.attacks import change_words
 from holdfast.data import text_set
 from holdfast.train import load_recipe, make_task
@@ -21,16 +19,6 @@ ROWS = [
     (f"the day {number} was {'sunny' if number % 2 else 'grey'}", "good" if number % 2 else "bad") for number in range(40)
 ]
 SPLITS = {"train": ROWS[:20], "valid": ROWS[20:30], "test": ROWS[30:]}
-
-
-@pytest.fixture(autouse=True)
-def nothing_left() -> Iterator[None]:
-    """Unregister what a test has registered."""
-    before = [(registry, registry.names()) for registry in plugins._registries]
-    yield
-    for registry, known in before:
-        for name in set(registry.names()) - set(known):
-            registry.remove(name)
 
 
 def register(splits: Any) -> None:
@@ -112,12 +100,6 @@ def test_metrics_of_classes_are_refused_for_numbers() -> None:
     task.recipe = replace(task.recipe, metrics=["accuracy"])  # as `holdfast evaluate --metrics` does
     with pytest.raises(ValueError, match="labels of moods are numbers"):
         task.score(build_model(task, "smoe", {}, seed=0))
-
-
-@pytest.mark.parametrize("key", ["train_tokens", "test_bytes"])
-def test_limits_of_language_models_are_refused_for_labels(key: str) -> None:
-    with pytest.raises(ValueError, match=f"data.{key} is for language models"):
-        load_recipe("labels-tiny", {f"data.{key}": 50})
 
 
 @pytest.mark.slow
