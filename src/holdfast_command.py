@@ -19,6 +19,7 @@ COMMANDS = {
     "certify": "print radii up to which no perturbation flips a token",
     "geometry": "draw where routing jumps, and how near a model's tokens are to it",
     "mismatch": "measure how far training is from a rollout, and what replay changes",
+    "papers": "list the papers' experiments, with their published figures",
     "plan": "count what a model with each router would cost, from its config",
     "report": "render the HTML report of one of these again, from its JSON",
     "routers": "list the routers, and show how each one routes text",

@@ -6,12 +6,13 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from holdfast.errors import require_extra
 
 if TYPE_CHECKING:
     from holdfast.train import Cell, Comparison, Recipe, RouterChoice
+    from holdfast.train.papers import PaperRun
     from holdfast.train.results import Results, Row
     from holdfast.train.sweep import Setting
 
@@ -23,7 +24,10 @@ def compare(
     routers: str | Sequence[str] = ROUTERS,
     *,
     recipe: str = "tiny",
-    seeds: int = 3,
+    paper: str | None = None,
+    rehearse: bool = False,
+    start: str | os.PathLike[str] | None = None,
+    seeds: int | None = None,
     out: str | os.PathLike[str] = "comparison",
     data: str | os.PathLike[str] | None = None,
     changes: Mapping[str, Any] | None = None,
@@ -37,7 +41,11 @@ def compare(
     routers        names with options in brackets and layers after @, as one string with commas or as a list; the first is
                    the baseline, unless the folder already has one. All of them are built before the first is trained
     recipe         a shipped recipe, or the path of a .yaml file
-    seeds          number of times each router is trained, each time with other weights and another order of the data
+    paper          the experiment of a paper, "acmoe:table1-switch", which has its own recipe and routers; results and page
+                   show its published figures beside ours. `rehearse` runs its routers with a small recipe instead
+    start          the folder of a comparison: each router and seed starts from its trained cell of the same router and seed
+    seeds          number of times each router is trained, each time with other weights and another order of the data; by
+                   default 3, or as in the paper
     out            the folder for all output; an interrupted comparison in it is resumed
     data           the folder to search for named sources, instead of fetching them
     changes        changes of the recipe, {"training.steps": 50}
@@ -55,30 +63,58 @@ def compare(
     from holdfast.train.recipe import parse_router, parse_routers
 
     chosen = parse_routers(routers) if isinstance(routers, str) else [parse_router(name) for name in routers]
-    base, settings = load_with_sweep(recipe, changes or {}, sweep or {})
+    wanted = dict(changes or {}) | ({} if start is None else {"model.checkpoint": str(start)})
+    plan = choose(recipe, chosen, seeds, wanted, paper=paper, rehearse=rehearse)
     return run_comparison(
-        base,
-        chosen,
-        seeds,
+        plan.recipe,
+        plan.routers,
+        plan.seeds,
         Path(out),
-        settings=settings,
+        settings=sweep_settings(plan.recipe, wanted, sweep or {}),
+        paper=plan.paper,
         data=None if data is None else Path(data),
         match_compute=match_compute,
         run=lambda comparison: comparison.run(progress, jobs=jobs),
     )
 
 
-def load_with_sweep(
-    recipe: str, changes: Mapping[str, Any], sweep: Mapping[str, Sequence[Any]]
-) -> tuple[Recipe, list[Setting]]:
-    """Return the recipe, and the settings of the sweep; no settings without one. Raise ValueError for a wrong sweep."""
+class Chosen(NamedTuple):
+    """What a comparison trains."""
+
+    recipe: Recipe
+    routers: Sequence[RouterChoice]
+    seeds: int
+    paper: PaperRun | None
+
+
+def choose(
+    recipe: str,
+    routers: Sequence[RouterChoice],
+    seeds: int | None,
+    changes: Mapping[str, Any],
+    *,
+    paper: str | None,
+    rehearse: bool,
+) -> Chosen:
+    """Return what to train: the experiment of a paper, if one is named, otherwise the recipe and the routers."""
     from holdfast.train import load_recipe
+    from holdfast.train.papers import find_preset, resolve
+
+    if paper is None:
+        if rehearse:
+            raise ValueError("only the experiment of a paper has a rehearsal; name one, or take a small recipe.")
+        return Chosen(load_recipe(recipe, changes), routers, 3 if seeds is None else seeds, None)
+    own, names, record = resolve(paper, changes, rehearse=rehearse, seeds=seeds)
+    return Chosen(own, names, find_preset(paper).seeds if seeds is None else seeds, record)
+
+
+def sweep_settings(recipe: Recipe, changes: Mapping[str, Any], sweep: Mapping[str, Sequence[Any]]) -> list[Setting]:
+    """Return the settings of the sweep; none without one. Raise ValueError for a wrong sweep."""
     from holdfast.train.sweep import settings_of
 
     if both := [key for key in sweep if key in changes]:
         raise ValueError(f"{both[0]} is set and swept; remove one of the two.")
-    base = load_recipe(recipe, changes)
-    return base, settings_of(base, sweep) if sweep else []
+    return settings_of(recipe, sweep) if sweep else []
 
 
 def run_comparison(
@@ -90,9 +126,13 @@ def run_comparison(
     data: Path | None,
     match_compute: bool,
     settings: Sequence[Setting] = (),
+    paper: PaperRun | None = None,
     run: Callable[[Comparison], list[dict[str, Any]]],
 ) -> Results:
-    """Train the cells with `run`, write results and report, and return the results."""
+    """Train the cells with `run`, write results and report, and return the results.
+
+    The experiment of a paper gets no baseline with more experts: it has the paper's rows.
+    """
     from holdfast.report import write_report
     from holdfast.train import Comparison
     from holdfast.train.building import expert_count
@@ -100,10 +140,10 @@ def run_comparison(
     def finish(comparison: Comparison) -> Results:
         return comparison.finish(run(comparison), lambda results: write_report(results, folder / PAGE, force=True))
 
-    comparison = Comparison(recipe, routers, seeds, folder, data=data, settings=settings)
+    comparison = Comparison(recipe, routers, seeds, folder, data=data, settings=settings, paper=paper)
     results = finish(comparison)
     equal_compute: list[Comparison] = []
-    for setting in comparison.settings if match_compute else []:
+    for setting in comparison.settings if match_compute and paper is None else []:
         rows = [row for row in results.rows if row.settings == setting.values]
         if not results.is_baseline(rows[0]):  # the baseline of the folder has not been trained in this setting
             continue

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from tyro.conf import arg
 
 from holdfast.cli.common import PluginFiles, bar, require_folder, require_place, show, show_messages
-from holdfast.comparing import PAGE, ROUTERS, load_with_sweep, run_comparison
+from holdfast.comparing import PAGE, ROUTERS, choose, run_comparison, sweep_settings
 from holdfast.locking import take_over
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ class Compare:
     Examples: `holdfast compare`, `holdfast compare --routers smoe,smooth --seeds 5 --out runs/smooth`,
     `holdfast compare --routers smoe,smooth --sweep sparse.k=1,2,4 training.learning_rate=1e-3,1e-4 --out runs/k`,
     `holdfast compare --recipe switch-small --data ~/data --set data.source=wikitext-2 training.steps=5000`,
+    `holdfast compare --paper acmoe:table1-switch --steps 3000 --seeds 2 --data ~/data --out runs/acmoe`,
     `holdfast compare --recipe vmoe --set data.source=imagenet/ "data.shifts=[imagenet-a, imagenet-c, corruptions]"`
     """
 
@@ -36,8 +37,18 @@ class Compare:
     routers: str = ROUTERS
     """Router names, joined by commas; the first is the baseline, unless the folder already has one. A plus sign joins
     names, brackets contain options, layers follow @: smoe,symphony+smooth,similarity[causal=false],ac@1,3."""
-    seeds: int = 3
-    """How many times to train each router, each time with other initial weights and another order of the data."""
+    paper: str | None = None
+    """The experiment of a paper, as `holdfast papers` lists them: acmoe:table1-switch. It has its own recipe and routers;
+    table and page show its published figures beside ours."""
+    rehearse: bool = False
+    """With --paper: train its routers with a small recipe, in minutes."""
+    start: Annotated[Path | None, arg(name="from")] = None
+    """The folder of a comparison: each router and seed starts from its trained cell of the same router and seed."""
+    steps: int | None = None
+    """How many steps to train, instead of as many as the recipe says."""
+    seeds: int | None = None
+    """How many times to train each router, each time with other initial weights and another order of the data; by default 3
+    times, or as often as the paper does."""
     out: Path = Path("comparison")
     """The folder for all results."""
     data: Path | None = None
@@ -62,21 +73,25 @@ class Compare:
         from holdfast.train.training import quiet
 
         self.plugins.load()
-        recipe, settings = load_with_sweep(self.recipe, parse_pairs(self.set, "training.steps=50"), parse_sweep(self.sweep))
+        changes = parse_pairs(self.set, "training.steps=50")
+        changes |= {} if self.steps is None else {"training.steps": self.steps}
+        changes |= {} if self.start is None else {"model.checkpoint": str(self.start)}
+        how: dict[str, Any] = {"paper": self.paper, "rehearse": self.rehearse}
+        chosen = choose(self.recipe, parse_routers(self.routers), self.seeds, changes, **how)
+        settings = sweep_settings(chosen.recipe, changes, parse_sweep(self.sweep))
         require_folder(self.out)
         for name in ("results.json", PAGE):
             require_place(self.out / name)
         if self.take_over:
             take_over(self.out)
-        routers = parse_routers(self.routers)
         quiet()
         show_messages()
 
         def run(comparison: Comparison) -> list[dict[str, Any]]:
             return _with_progress(comparison, self.jobs)
 
-        how: dict[str, Any] = {"data": self.data, "match_compute": self.match_compute, "settings": settings}
-        results = run_comparison(recipe, routers, self.seeds, self.out, run=run, **how)
+        how = {"data": self.data, "match_compute": self.match_compute, "settings": settings, "paper": chosen.paper}
+        results = run_comparison(chosen.recipe, chosen.routers, chosen.seeds, self.out, run=run, **how)
         print_tables(results)
         print("\n" + "\n".join(verdict(results)))
         print(f"\nAll numbers: {self.out / 'results.json'}\nReport: {self.out / PAGE}")
@@ -104,6 +119,11 @@ def print_tables(results: Results) -> None:
     """Print the tables of a comparison."""
     from holdfast.report.comparison_tables import accuracy_table, domain_table, main_table, metrics_table, shifts_table
 
+    if results.paper is not None:
+        from holdfast.report.published import published_table, title_of
+
+        title = f"{title_of(results.paper)}; {len(results.paper.deviations)} deviations are on the page"
+        show(published_table(results.paper.published, results, title))
     counts = sorted({len(row.seeds) for row in results.rows})  # routers that were added later may have fewer
     seeds = f"{counts[0]} to {counts[-1]} seeds" if len(counts) > 1 else f"{counts[0]} seed{'s' if counts[0] > 1 else ''}"
     show(replace(main_table(results, brief=True), title=f"{results.title}; {seeds}"))

@@ -14,6 +14,7 @@ from holdfast.cli.compare import Compare
 from holdfast.cli.evaluate import Evaluate
 from holdfast.cli.geometry import Geometry
 from holdfast.cli.mismatch import Mismatch
+from holdfast.cli.papers import Papers
 from holdfast.cli.plan import Plan
 from holdfast.cli.report import Report
 from holdfast.cli.routers import Routers
@@ -21,7 +22,7 @@ from holdfast.cli.run import Run, program_of
 from holdfast.cli.train import Train
 from holdfast.plugins import PLUGIN_ERRORS, failure_in_plugin
 
-KINDS = (Compare, Train, Evaluate, Attack, Audit, Certify, Geometry, Mismatch, Plan, Report, Routers, Run)
+KINDS = (Compare, Train, Evaluate, Attack, Audit, Certify, Geometry, Mismatch, Papers, Plan, Report, Routers, Run)
 COMMANDS: dict[str, Callable[..., Any]] = {kind.__name__.lower(): kind for kind in KINDS}
 
 

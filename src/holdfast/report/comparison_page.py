@@ -21,6 +21,7 @@ from holdfast.report.expert_views import css_classes, evolutions, views
 from holdfast.report.page_shell import THEMES, decimal, flattened, listed, render_template, rise, write_report_page
 from holdfast.report.plot_data import mark
 from holdfast.report.plots import by_layer, plots
+from holdfast.report.published import published_table, title_of
 from holdfast.routing.grammar import written_value
 from holdfast.train.image_task import HELD_OUT
 from holdfast.train.results import Results, Row
@@ -49,6 +50,8 @@ def render(results: Results) -> str:
         marks=[mark(place) for place in range(len(results.rows))],
         colours=len(THEMES["light"]["routers"]),
         results=main_table(results),
+        paper=results.paper,
+        published=None if results.paper is None else published_table(results.paper.published, results, title_of(results.paper)),
         domains=domain_table(results),
         settings=settings_table(results),
         by_router=[make(results) for make in (metrics_table, accuracy_table, shifts_table, attacks_table)],

@@ -40,7 +40,8 @@ from holdfast.stored import without_nan
 from holdfast.train.building import build_model, preflight
 from holdfast.train.cells import Cell, Result, merge_results
 from holdfast.train.domain_summary import summarise_domains
-from holdfast.train.recipe import Recipe, RouterChoice
+from holdfast.train.papers import PaperRun
+from holdfast.train.recipe import Recipe, RouterChoice, change_recipe
 from holdfast.train.results import CellResult, Metric, Results, Run
 from holdfast.train.run_folder import (
     agrees,
@@ -65,7 +66,7 @@ from holdfast.train.start import checkpoint_identity
 from holdfast.train.summary import summarise
 from holdfast.train.sweep import Setting, require_few_cells, shares_data, with_choices
 from holdfast.train.task import Task
-from holdfast.train.task_record import MODEL, TASK
+from holdfast.train.task_record import MODEL, TASK, is_trained
 from holdfast.train.training import quiet, require_trainable, train
 from holdfast.version import VERSION, versions
 
@@ -92,6 +93,7 @@ class Comparison:
         *,
         data: Path | None = None,
         settings: Sequence[Setting] = (),
+        paper: PaperRun | None = None,
         report_size: bool = True,
     ) -> None:
         if seeds < 1:
@@ -102,8 +104,9 @@ class Comparison:
         self.recipe, self.choices, self.seeds, self.folder = recipe, list(choices), seeds, folder
         self.settings = list(settings) or [Setting(recipe)]
         require_few_cells(len(self.settings), len(choices), seeds)
+        self.paper = paper  # the experiment of a paper that this is
         self.report_size = report_size  # log how large the inputs are, before training
-        self.data, self.task = data, make_task(recipe, data)
+        self.data, self.task = data, make_task(self._started(recipe, Cell(choices[0], 0)), data)
         if choices_left := self.task.open_choices():
             self.settings = with_choices(self.settings, choices_left)
             require_few_cells(len(self.settings), len(choices), seeds)
@@ -139,7 +142,30 @@ class Comparison:
 
     def task_of_cell(self, cell: Cell) -> Task:
         setting = next(one for one in self.settings if tuple(one.values.items()) == cell.settings)
-        return self.task_of(setting).for_seed(cell.seed)
+        task = self.task_of(setting).for_seed(cell.seed)
+        return task.with_recipe(self._started(setting.recipe, cell)) if self.starts_from_cells else task
+
+    @property
+    def starts_from_cells(self) -> bool:
+        """Whether the checkpoint is the folder of a comparison: each cell starts from its cell of the same router and seed."""
+        checkpoint = self.recipe.model.checkpoint
+        return checkpoint is not None and (Path(checkpoint) / "cells").is_dir()
+
+    def _started(self, recipe: Recipe, cell: Cell) -> Recipe:
+        """Return the recipe of a cell: the same, unless its checkpoint is one cell of a comparison."""
+        if not self.starts_from_cells:
+            return recipe
+        folder = Path(str(recipe.model.checkpoint))
+        start = folder / "cells" / Cell(cell.choice, cell.seed).folder
+        if not is_trained(start):
+            raise ValueError(f"{folder} has no trained cell of {cell.choice.name} with seed {cell.seed} to start from.")
+        return change_recipe(recipe, {"model.checkpoint": str(start)})
+
+    def _describe(self, cell: Cell) -> dict[str, Any]:
+        """Return what two results of the same cell must share, apart from the seed."""
+        if not self.starts_from_cells:
+            return cell.describe()
+        return cell.describe() | checkpoint_identity(self._started(self.recipe, cell).model)
 
     def steps_of(self, cell: Cell) -> int:
         """Return the number of training steps of a cell."""
@@ -147,7 +173,7 @@ class Comparison:
 
     def identity(self) -> dict[str, Any]:
         """Return the values that two results must share to belong to the same comparison."""
-        start = checkpoint_identity(self.recipe.model)
+        start = {} if self.starts_from_cells else checkpoint_identity(self.recipe.model)
         some: dict[str, Any] = {"plugins": self.recipe.plugins(), "sweep": sorted(self.settings[0].values)}
         described = {"holdfast": VERSION, "recipe": self.recipe.describe(), **start, **self.task.describe()}
         return {**described, **{key: values for key, values in some.items() if values}}
@@ -182,6 +208,8 @@ class Comparison:
     def _preflight(self) -> None:
         """Check the training of every setting, and build its routers on `meta`; equal models are built once."""
         built: list[Any] = []
+        for cell in self.cells if self.starts_from_cells else ():
+            self._started(self.recipe, cell)  # raises if there is no such cell
         for setting in self.settings:
             task = self.task_of(setting)
             described = setting.recipe.describe()
@@ -210,6 +238,7 @@ class Comparison:
                 rows=summarise(cells, baseline),
                 domains=summarise_domains(cells, baseline),
                 cells=[CellResult.of(cell) for cell in cells],
+                paper=self.paper,
             )
             require_no_links(self.folder / Results.file_name, self.folder)
             lock.check()
@@ -223,7 +252,7 @@ class Comparison:
         Raise ValueError if the cell has a result or checkpoint of a router with other options or plugins.
         """
         path = self._path(cell)
-        if not is_only_begun(path) and not agrees(path / "router.json", cell.describe()):
+        if not is_only_begun(path) and not agrees(path / "router.json", self._describe(cell)):
             raise ValueError(
                 f"{path} belongs to a router {cell.choice.name} with other options or another plugin; "
                 "give this router another name."
@@ -268,7 +297,7 @@ class Comparison:
         prepare(path, self.folder)
         if (path / "result.json").exists():
             logger.warning("%s is damaged; the cell is trained again.", path / "result.json")
-        described = cell.describe()
+        described = self._describe(cell)
         if not agrees(path / "router.json", described):  # a router with other options began here
             remove_folder(path / "training", self.folder)
         write_json(path / "router.json", described)

@@ -289,7 +289,7 @@ def load_recipe(name: str, changes: Mapping[str, Any] | None = None) -> Recipe:
             raise ValueError(f"there is no recipe {path}.") from None
     else:
         raise ValueError(f"{unknown_name('recipe', name, _names())} The path of a .yaml file works too.")
-    values = _changed(_from_yaml(text, name), changes or {})
+    values = _changed(from_yaml(text, name), changes or {})
     try:
         recipe: Recipe = from_mapping(Recipe, values)
     except ValueError as mistake:
@@ -328,7 +328,7 @@ def _names() -> list[str]:
     return sorted(file.name.removesuffix(".yaml") for file in RECIPES.iterdir() if file.name.endswith(".yaml"))
 
 
-def _from_yaml(text: str, name: str) -> dict[str, Any]:
+def from_yaml(text: str, name: str) -> dict[str, Any]:
     """Return the values of a YAML text. Aliases raise ValueError: a few of them can expand to more than fits in memory."""
     require_extra("reading a recipe", "yaml")
     import yaml

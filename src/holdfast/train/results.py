@@ -19,6 +19,7 @@ from holdfast.checked import Limits, from_mapping
 from holdfast.metrics import Cost, Difference
 from holdfast.routing.grammar import short_keys, split_options, written_pairs
 from holdfast.stored import StoredRecord
+from holdfast.train.papers import PaperRun
 from holdfast.train.task import Measure
 
 COMPUTE_TOLERANCE = 0.005  # relative to the baseline's experts per token; a smaller difference does not count
@@ -397,6 +398,7 @@ class Results(StoredRecord):
     rows: list[Row]
     domains: list[DomainRow] = field(default_factory=list)  # if several domains were held out
     cells: list[CellResult]
+    paper: PaperRun | None = None  # the experiment of a paper that it ran
 
     def __post_init__(self) -> None:
         if not self.rows or not all(map(self.cells_of, self.rows)):

@@ -1,0 +1,53 @@
+"""The table of a paper's published figures, beside those of a comparison that ran the same experiment."""
+
+from collections.abc import Iterator
+
+from holdfast.report.page_shell import decimal
+from holdfast.report.tables import Table
+from holdfast.train.papers import Column, PaperRun, Published
+from holdfast.train.results import Results, Row
+
+
+def published_table(published: Published, results: Results | None = None, title: str = "Published figures") -> Table:
+    """Return the rows of the paper's table, and after each figure ours, if there are results; then the routers it lacks."""
+    rows = {row.router: row for row in results.rows} if results is not None else {}
+    listed = [*published.rows, *({"name": "", "router": name} for name in _unlisted(published, rows))]
+
+    def cells(printed: dict[str, object]) -> Iterator[tuple[str, str]]:
+        yield "in the paper", str(printed["name"])
+        yield "router", str(printed.get("router", ""))
+        for key, column in published.columns.items():
+            yield column.heading, str(printed.get(key, ""))
+            if results is not None and column.ours is not None:
+                row = rows.get(str(printed.get("router")))
+                yield f"{column.heading}, here", "" if row is None else our_figure(row, column)
+
+    return Table.of(title, (dict(cells(row)) for row in listed))
+
+
+def _unlisted(published: Published, rows: dict[str, Row]) -> list[str]:
+    printed = {row.get("router") for row in published.rows}
+    return [name for name in rows if name not in printed]
+
+
+def our_figure(row: Row, column: Column) -> str:
+    """Return our number for a published column, as text; empty if the row has none."""
+    assert column.ours is not None
+    rule, name = column.ours[:6], column.ours.removeprefix("100 - ").removeprefix("100 * ")
+    if name == "parameters":
+        return f"{row.parameters / 1e6:.0f} M"
+    kind, _, test = name.partition(":")
+    if kind == "shift":
+        value = row.shifts[test].figure if test in row.shifts else None
+    elif kind == "attack":
+        value = row.scores[test].mean if test in row.scores else None
+    else:
+        value = {"clean": row.clean, "attacked": row.attacked, "bits": row.clean_bits_per_byte}[name]
+    if value is None:
+        return ""
+    return decimal(100 - value if rule == "100 - " else 100 * value if rule == "100 * " else value)
+
+
+def title_of(paper: PaperRun) -> str:
+    """Return the title of the table with our figures."""
+    return f"{paper.name} ({', '.join(paper.covers)}): published figures, and ours"
