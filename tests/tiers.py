@@ -1,13 +1,16 @@
 """Which tests `make test` runs; the others have the marker `slow` and run with `make test-all`.
 
-Of a test with several parameters, `make test` runs a few cases that contain each value of each parameter at least once; the
-other combinations are slow. The marker `every_combination` keeps all of them. Other slow tests are marked where they are.
+Of a test with many cases, `make test` runs `QUICK` of them, with different values of each parameter where that is possible; the
+others are slow. The marker `every_combination` keeps all of them, as for the conformance of every router. Other slow tests are
+marked where they are.
 """
 
 from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import pytest
+
+QUICK = 2  # cases of a test
 
 
 def quick_or_slow(cases: Iterable[Any], quick: Container[Any]) -> list[Any]:
@@ -19,14 +22,14 @@ def quick_or_slow(cases: Iterable[Any], quick: Container[Any]) -> list[Any]:
 
 
 def mark_combinations(items: Iterable[pytest.Item]) -> None:
-    """Mark as slow all cases that are not needed to have each value of each parameter once."""
+    """Mark as slow all cases of a test but `QUICK` of them."""
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
         if "[" in item.nodeid and not item.get_closest_marker("slow") and not item.get_closest_marker("every_combination"):
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in tests.values():
         # pytest has one name for each `parametrize`, also where it gives several arguments together.
-        keep = covering([case.callspec._idlist for case in cases])  # type: ignore[attr-defined]
+        keep = sorted(covering([case.callspec._idlist for case in cases]))[:QUICK]  # type: ignore[attr-defined]
         for number, case in enumerate(cases):
             if number not in keep:
                 case.add_marker(pytest.mark.slow)
