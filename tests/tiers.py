@@ -1,8 +1,8 @@
 """Which tests `make test` runs; the others have the marker `slow` and run with `make test-all`.
 
-Of a test with many cases, `make test` runs `QUICK` of them, with different values of each parameter where that is possible; the
-others are slow. The marker `every_combination` keeps all of them, as for the conformance of every router. Other slow tests are
-marked where they are.
+Of a test with many cases, `make test` runs `QUICK` of them, with different values of each parameter where that is possible;
+the others are slow. The marker `every_combination` keeps all of them, as for the conformance of every router. Other slow
+tests are marked where they are.
 """
 
 from collections.abc import Container, Iterable, Sequence

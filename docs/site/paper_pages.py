@@ -13,8 +13,8 @@ DOCS = Path(__file__).resolve().parent.parent
 NOTICE = "<!-- Written by docs/site/paper_pages.py from src/holdfast/train/papers: change those. -->\n"
 INTRODUCTION = """# The papers' tables, and how to run them here
 
-Each table or figure of the papers that compares routers is a preset: the paper's own experiment, with its published figures and a list of
-everything that a run here does otherwise.
+Each table or figure of the papers that compares routers is a preset: the paper's own experiment, with its published
+figures and a list of everything that a run here does otherwise.
 
 ```console
 $ holdfast papers                                  # list them, with data and GPU hours
@@ -23,9 +23,10 @@ $ holdfast compare --paper acmoe:table1-switch --rehearse --out rehearsal   # th
 $ holdfast compare --paper acmoe:table1-switch --steps 3000 --seeds 2 --data DATA --out runs/acmoe
 ```
 
-Texts lie in `--data FOLDER` or are downloaded; for ImageNet and DomainBed set `data.source` to their folder (`--set data.source=FOLDER`). Some presets
-fine-tune: each router and seed starts from its own cell of another preset, whose folder `--from` names. Table and page of the
-comparison show the published figure beside ours, and the deviations. What we have run is in [results.md](results.md).
+Texts lie in `--data FOLDER` or are downloaded; for ImageNet and DomainBed set `data.source` to their folder
+(`--set data.source=FOLDER`). Some presets fine-tune: each router and seed starts from its own cell of another preset, whose
+folder `--from` names. Table and page of the comparison show the published figure beside ours, and the deviations. What we
+have run is in [results.md](results.md).
 
 Not every experiment is exact: what is missing here stands under "not built here" of its page.
 
@@ -79,7 +80,8 @@ def _preset(name: str, preset: Preset, shared: Sequence[str]) -> Iterator[str]:
         yield f"```console\n$ holdfast compare --paper {name}{start}\n```\n"
         changed = "".join(f", `{key}={value}`" for key, value in preset.set.items())
         seeds = f"{preset.seeds} seed{'s' if preset.seeds > 1 else ''}"
-        yield f"Recipe `{preset.recipe}`{changed}; {seeds}. Routers: {', '.join(f'`{router}`' for router in preset.routers)}.\n"
+        routers = ", ".join(f"`{router}`" for router in preset.routers)
+        yield f"Recipe `{preset.recipe}`{changed}; {seeds}. Routers: {routers}.\n"
     if preset.published.rows:
         table = published_table(preset.published)
         yield "| " + " | ".join(map(escaped, table.columns)) + " |"

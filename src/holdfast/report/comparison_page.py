@@ -51,7 +51,9 @@ def render(results: Results) -> str:
         colours=len(THEMES["light"]["routers"]),
         results=main_table(results),
         paper=results.paper,
-        published=None if results.paper is None else published_table(results.paper.published, results, title_of(results.paper)),
+        published=None
+        if results.paper is None
+        else published_table(results.paper.published, results, title_of(results.paper)),
         domains=domain_table(results),
         settings=settings_table(results),
         by_router=[make(results) for make in (metrics_table, accuracy_table, shifts_table, attacks_table)],

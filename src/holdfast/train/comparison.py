@@ -147,7 +147,7 @@ class Comparison:
 
     @property
     def starts_from_cells(self) -> bool:
-        """Whether the checkpoint is the folder of a comparison: each cell starts from its cell of the same router and seed."""
+        """Whether the checkpoint is a comparison: each cell starts from that one's cell of the same router and seed."""
         checkpoint = self.recipe.model.checkpoint
         return checkpoint is not None and (Path(checkpoint) / "cells").is_dir()
 

@@ -50,7 +50,7 @@ class Published:
 
     def __post_init__(self) -> None:
         for row in self.rows:
-            if "name" not in row or (extra := set(row) - {"name", "router"} - set(self.columns)):
+            if "name" not in row or set(row) - {"name", "router"} - set(self.columns):
                 raise ValueError(f"the row {row} has no name, or a figure that belongs to no column.")
 
 
@@ -174,7 +174,11 @@ def resolve(
     assert preset.recipe is not None and preset.rehearsal is not None
     exact = load_recipe(preset.recipe, preset.set)
     small = preset.rehearsal
-    recipe = load_recipe(small.recipe, {**small.set, **changes}) if rehearse else load_recipe(preset.recipe, {**preset.set, **changes})
+    recipe = (
+        load_recipe(small.recipe, {**small.set, **changes})
+        if rehearse
+        else load_recipe(preset.recipe, {**preset.set, **changes})
+    )
     routers = small.routers if rehearse and small.routers is not None else preset.routers
     own = [f"This is a rehearsal with the recipe {small.recipe}: its figures are not the paper's."] if rehearse else []
     for key, value in changes.items():

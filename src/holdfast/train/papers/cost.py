@@ -25,7 +25,7 @@ def gpu_hours(preset: Preset) -> float | None:
 
 
 def training_flops(recipe: Recipe) -> float | None:
-    """Return the FLOPs of one training; None for checkpoints, for data of unknown size, and if `plan` knows no such model."""
+    """Return the FLOPs of one training; None for checkpoints, data of unknown size, and models that `plan` does not know."""
     model, sparse, training, data = recipe.model, recipe.sparse, recipe.training, recipe.data
     if model.family is None:
         return None
