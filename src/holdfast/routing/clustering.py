@@ -48,7 +48,7 @@ class Clustered(Score, StatefulPart):
                 and standard deviation 0.5, negative values are 0. It is drawn once, when the router is built, and saved;
                 nothing is learned from batches, and a pretrained model does not keep its outputs
     mix         average m over the `mix` best previous experts of a token, weighted by their gates (appendix C.6); None is 1,
-                and for the slots of SoftMoE 8 (appendix C.12), or all clusters if there are fewer
+                and for the slots of SoftMoE 8 (appendix C.7), or all clusters if there are fewer
     stats       "running": spreads are an exponential mean (0.9) over training batches. "batch", as in the paper: spreads
                 of the current batch; then other sequences and later tokens change the routing, and one token has no spread
     skip        how many of the layers that could be clustered use the base score instead, from the first. So do tokens

@@ -26,7 +26,7 @@ from holdfast.routing.rules import Scores, Selection, gather_slots
 from holdfast.routing.scores import LARGE, SHORTEST, SMALLER
 
 MOST_SLOTS = 65_536
-PAPER_CLUSTERS = 8  # that ACMoE mixes for a SoftMoE layer (its appendix C.12)
+PAPER_CLUSTERS = 8  # that ACMoE mixes for a SoftMoE layer (its appendix C.7)
 
 
 class SlotScore(ScalableScore):
