@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from holdfast.train.results import Results, Row
     from holdfast.train.sweep import Setting
 
+RECIPE = "tiny"
 ROUTERS = "smoe,symphony,similarity,ac,smooth"
 PAGE = "report.html"
 
@@ -23,7 +24,7 @@ PAGE = "report.html"
 def compare(
     routers: str | Sequence[str] = ROUTERS,
     *,
-    recipe: str = "tiny",
+    recipe: str = RECIPE,
     paper: str | None = None,
     rehearse: bool = False,
     start: str | os.PathLike[str] | None = None,
@@ -104,6 +105,10 @@ def choose(
         if rehearse:
             raise ValueError("only the experiment of a paper has a rehearsal; name one, or take a small recipe.")
         return Chosen(load_recipe(recipe, changes), routers, 3 if seeds is None else seeds, None)
+    if recipe != RECIPE or [choice.name for choice in routers] != ROUTERS.split(","):
+        raise ValueError(
+            f"{paper} has its own recipe and routers; name no others, and change its recipe with --set."
+        )
     own, names, record = resolve(paper, changes, rehearse=rehearse, seeds=seeds)
     return Chosen(own, names, find_preset(paper).seeds if seeds is None else seeds, record)
 

@@ -109,6 +109,17 @@ def test_a_preset_that_starts_from_cells_rehearses(name: str, cells: dict[str, P
 
 
 @pytest.mark.slow
+def test_a_router_that_is_added_later_keeps_the_published_figures(tmp_path: Path) -> None:
+    changes = {"training.steps": 2, "training.warmup": 0}
+    ran = holdfast.compare(paper="acmoe:table9", rehearse=True, seeds=1, out=tmp_path, changes=changes)
+    assert ran.paper is not None and (tmp_path / "report.html").read_text(encoding="utf-8").count("34.42") > 0
+    recipe = find_preset("acmoe:table9").rehearsal
+    assert recipe is not None
+    added = holdfast.compare("smoe", recipe=recipe.recipe, seeds=1, out=tmp_path, changes=recipe.set | changes)
+    assert added.paper == ran.paper and len(added.rows) == len(ran.rows) + 1
+
+
+@pytest.mark.slow
 def test_each_router_and_seed_starts_from_its_own_cell(tmp_path: Path) -> None:
     """`compare --from` gives what a loop gives that names the cells by hand, to the bit."""
     changes: dict[str, Any] = {"training.steps": 2, "training.warmup": 0}
@@ -128,6 +139,17 @@ def test_each_router_and_seed_starts_from_its_own_cell(tmp_path: Path) -> None:
             for (name, ours), theirs in zip(stored.state_dict().items(), model.state_dict().values(), strict=True):
                 assert torch.equal(ours, theirs), (router, seed, name)
             assert len(log) == 2
+    swept = holdfast.compare(
+        "smoe",
+        recipe="labels-tiny",
+        seeds=1,
+        start=tmp_path / "first",
+        out=tmp_path / "swept",
+        changes=changes,
+        sweep={"training.learning_rate": [1e-3, 1e-4]},
+        jobs=2,
+    )
+    assert len(swept.rows) == 2
     with pytest.raises(ValueError, match="has no trained cell of smooth with seed 0"):
         holdfast.compare(
             "smooth", recipe="labels-tiny", seeds=1, start=tmp_path / "first", out=tmp_path / "x", changes=changes
@@ -145,6 +167,8 @@ def test_names_and_mistakes() -> None:
         find_preset("acmoe:table7-switch")
     with pytest.raises(ValueError, match="only the experiment of a paper has a rehearsal"):
         holdfast.compare("smoe", rehearse=True)
+    with pytest.raises(ValueError, match="has its own recipe and routers"):
+        holdfast.compare("smoe", paper="acmoe:table9")
 
 
 def test_a_change_of_an_exact_preset_is_a_deviation() -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from tyro.conf import arg
 
 from holdfast.cli.common import PluginFiles, bar, require_folder, require_place, show, show_messages
-from holdfast.comparing import PAGE, ROUTERS, choose, run_comparison, sweep_settings
+from holdfast.comparing import PAGE, RECIPE, ROUTERS, choose, run_comparison, sweep_settings
 from holdfast.locking import take_over
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class Compare:
     `holdfast compare --recipe vmoe --set data.source=imagenet/ "data.shifts=[imagenet-a, imagenet-c, corruptions]"`
     """
 
-    recipe: str = "tiny"
+    recipe: str = RECIPE
     """The name of a shipped recipe, or the path of a .yaml file."""
     routers: str = ROUTERS
     """Router names, joined by commas; the first is the baseline, unless the folder already has one. A plus sign joins

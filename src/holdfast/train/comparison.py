@@ -129,12 +129,13 @@ class Comparison:
         if not setting.values:
             return self.task
         if setting.label not in self._tasks:
+            recipe = self._started(setting.recipe, Cell(self.choices[0], 0))
             if shares_data(setting.recipe, self.recipe):
                 if not self.task.open_choices():
                     self.task.examples(0)  # reads the training data, which both tasks then share
-                task = self.task.with_recipe(setting.recipe)
+                task = self.task.with_recipe(recipe)
             else:
-                task = make_task(setting.recipe, self.data)
+                task = make_task(recipe, self.data)
                 if task.describe() != self.task.describe():
                     raise ValueError(f"{setting.label} changes the test data or the attack; it cannot be part of a sweep.")
             self._tasks[setting.label] = task
@@ -238,13 +239,19 @@ class Comparison:
                 rows=summarise(cells, baseline),
                 domains=summarise_domains(cells, baseline),
                 cells=[CellResult.of(cell) for cell in cells],
-                paper=self.paper,
+                paper=self.paper or self._stored_paper(),
             )
             require_no_links(self.folder / Results.file_name, self.folder)
             lock.check()
             finished.save(self.folder / Results.file_name)
             page(finished)
         return finished
+
+    def _stored_paper(self) -> PaperRun | None:
+        """Return the experiment of a paper that the folder's results belong to, for routers that are added to them."""
+        with suppress(ValueError):
+            return Results.load(self.folder).paper
+        return None
 
     def stored(self, cell: Cell) -> Result | None:
         """Return the stored result of a cell; None if it is not finished, or if its file is damaged.
