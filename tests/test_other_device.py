@@ -95,6 +95,7 @@ AUDITED: dict[str, tuple[Callable[[], Any], Callable[[], list[Any]]]] = {
 QUICK = ("a classifier of texts",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quick_or_slow(AUDITED, QUICK))
 def test_an_audit_mixes_no_devices(name: str) -> None:
     make, data = AUDITED[name]

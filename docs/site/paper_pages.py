@@ -61,7 +61,7 @@ def _page(paper: Paper) -> Iterator[str]:
         yield ""
     shared = list(paper.sentences.values())
     if shared:
-        yield "## Deviations of several presets\n"
+        yield "## Deviations of several presets, and what is not built\n"
         yield from (f"{number}. {sentence}" for number, sentence in enumerate(shared, 1))
         yield ""
     for key, preset in paper.presets.items():

@@ -64,7 +64,7 @@ def compare(
     from holdfast.train.recipe import parse_router, parse_routers
 
     chosen = parse_routers(routers) if isinstance(routers, str) else [parse_router(name) for name in routers]
-    wanted = dict(changes or {}) | ({} if start is None else {"model.checkpoint": str(start)})
+    wanted = {**(changes or {}), **start_from(start)}
     plan = choose(recipe, chosen, seeds, wanted, paper=paper, rehearse=rehearse)
     return run_comparison(
         plan.recipe,
@@ -77,6 +77,15 @@ def compare(
         match_compute=match_compute,
         run=lambda comparison: comparison.run(progress, jobs=jobs),
     )
+
+
+def start_from(folder: str | os.PathLike[str] | None) -> dict[str, str]:
+    """Return the change of a recipe that lets each router and seed start from its cell in `folder`; none for None."""
+    if folder is None:
+        return {}
+    if not (Path(folder) / "cells").is_dir():
+        raise ValueError(f"{folder} is not the folder of a comparison: it has no cells to start from.")
+    return {"model.checkpoint": str(folder)}
 
 
 class Chosen(NamedTuple):
@@ -106,11 +115,10 @@ def choose(
             raise ValueError("only the experiment of a paper has a rehearsal; name one, or take a small recipe.")
         return Chosen(load_recipe(recipe, changes), routers, 3 if seeds is None else seeds, None)
     if recipe != RECIPE or [choice.name for choice in routers] != ROUTERS.split(","):
-        raise ValueError(
-            f"{paper} has its own recipe and routers; name no others, and change its recipe with --set."
-        )
+        raise ValueError(f"{paper} has its own recipe and routers; name no others, and change its recipe with --set.")
     own, names, record = resolve(paper, changes, rehearse=rehearse, seeds=seeds)
-    return Chosen(own, names, find_preset(paper).seeds if seeds is None else seeds, record)
+    usual = 1 if rehearse else find_preset(paper).seeds
+    return Chosen(own, names, usual if seeds is None else seeds, record)
 
 
 def sweep_settings(recipe: Recipe, changes: Mapping[str, Any], sweep: Mapping[str, Sequence[Any]]) -> list[Setting]:
@@ -136,7 +144,8 @@ def run_comparison(
 ) -> Results:
     """Train the cells with `run`, write results and report, and return the results.
 
-    The experiment of a paper gets no baseline with more experts: it has the paper's rows.
+    The experiment of a paper gets no baseline with more experts, because it has the paper's rows, and neither does a
+    comparison that starts from cells, because there is no cell to start it from.
     """
     from holdfast.report import write_report
     from holdfast.train import Comparison
@@ -148,7 +157,8 @@ def run_comparison(
     comparison = Comparison(recipe, routers, seeds, folder, data=data, settings=settings, paper=paper)
     results = finish(comparison)
     equal_compute: list[Comparison] = []
-    for setting in comparison.settings if match_compute and paper is None else []:
+    matched_too = match_compute and paper is None and not comparison.starts_from_cells
+    for setting in comparison.settings if matched_too else []:
         rows = [row for row in results.rows if row.settings == setting.values]
         if not results.is_baseline(rows[0]):  # the baseline of the folder has not been trained in this setting
             continue

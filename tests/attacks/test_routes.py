@@ -129,6 +129,7 @@ def test_the_attack_beats_noise_of_the_same_length() -> None:
         assert attack_routes(made, tokens, budget=0.4, **FAST).rate > random + 0.1
 
 
+@pytest.mark.slow
 def test_the_flipped_distance_is_reached_by_no_smaller_budget_of_the_same_attack() -> None:
     """Distances and budgets are the same thing: a token flips at a budget if its distance is within it."""
     made, tokens = build("symphony")

@@ -68,6 +68,7 @@ def test_shares_near_ties_are_those_of_direct_calls(report: Any) -> None:
         assert order.median == pytest.approx(float(relative[:, place].median()))
 
 
+@pytest.mark.slow
 def test_jumps_are_those_of_the_metric_and_smooth_has_none(report: Any) -> None:
     layer = observed(sparse(), 0)
     router, site = layer.call.route, layer.site
@@ -253,6 +254,7 @@ def test_weights_of_zero_are_refused_with_the_name_of_the_layer(zeros: str, says
         holdfast.measure_geometry(model, list(batches(1)), **QUICK)
 
 
+@pytest.mark.slow
 def test_a_rerouted_model_is_refused_with_a_what_if_and_measured_without() -> None:
     model = holdfast.reroute(tiny("mixtral"), "smooth")
     with pytest.raises(ValueError, match="already rerouted"):

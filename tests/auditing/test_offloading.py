@@ -23,6 +23,7 @@ def on_disk(model: Any, folder: Path) -> Any:
     return loaded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", quick_or_slow(["mixtral", "deepseek_v3", "gpt_oss"], ["deepseek_v3"]))
 def test_an_audit_of_a_model_on_disk_is_that_of_the_model_in_memory(model_type: str, tmp_path: Path) -> None:
     model = tiny(model_type)

@@ -77,6 +77,7 @@ def test_selection_and_estimation_use_different_noise() -> None:
     assert (torch.corrcoef(noise.flatten(1).t()) - torch.eye(10)).abs().max() < 0.6
 
 
+@pytest.mark.slow
 def test_the_vote_is_a_router_that_attacks_can_be_run_against() -> None:
     """No set that is clear at the attacked token changes inside its radius; far outside, the attack succeeds."""
     made, tokens, _ = build("top-p", batch=1, length=6)

@@ -51,6 +51,7 @@ def test_a_link_in_place_of_a_file_is_refused(name: str, tmp_path: Path, command
     assert not (tmp_path / "victim").exists()
 
 
+@pytest.mark.slow
 def test_a_second_training_in_a_folder_is_refused(tmp_path: Path, command: Command) -> None:
     lock = Lock(tmp_path / "run")
     assert lock.attempt() is None

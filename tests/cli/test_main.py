@@ -88,6 +88,7 @@ def test_a_closed_pipe_is_no_traceback(argument: str, code: int) -> None:
     assert run.wait() == code and said == ""
 
 
+@pytest.mark.slow
 def test_ctrl_c_during_the_imports_is_no_traceback(tmp_path: Path) -> None:
     """A package that every command imports interrupts the process itself."""
     (tmp_path / "tyro.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")

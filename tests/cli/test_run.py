@@ -53,6 +53,7 @@ def test_processes_that_the_program_starts_open_it_too(saved: Path, tmp_path: Pa
     assert done.stdout.endswith("__main__ 1\n") and done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_a_program_that_uses_no_transformers_imports_nothing_and_keeps_its_exit_code() -> None:
     done = started("python", "-c", ECHO, "--flag", "run")
     assert done.stdout == "['--flag', 'run'] False False\n" and done.returncode == 3

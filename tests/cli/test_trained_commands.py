@@ -118,6 +118,7 @@ def test_attacks_on_text_say_their_realised_rate_and_rate_zero_is_clean(
     assert found["words"]["nll"] == found["clean"]["nll"]
 
 
+@pytest.mark.slow
 def test_attacked_routes_are_reported_by_layer(trained: Path, text: Path, tmp_path: Path) -> None:
     shares = []
     for budget in ("0", "0.5"):
@@ -144,6 +145,7 @@ def test_attacks_on_images_grow_with_their_budget(images: Path, tmp_path: Path) 
     assert len(errors["corruptions", "5"]) == 16  # clean, fourteen kinds, their mean
 
 
+@pytest.mark.slow
 def test_scores_of_images_have_no_column_that_only_attacks_fill(images: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", str(images)]) == 0
     shown = capsys.readouterr().out

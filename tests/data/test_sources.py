@@ -33,6 +33,7 @@ def test_every_source_is_listed_with_a_line_of_its_own() -> None:
     assert all(about and "\n" not in about for about in corpora().values())
 
 
+@pytest.mark.slow
 def test_wikitext_2_has_exactly_the_published_tokens(shared: Path) -> None:
     """Its published vocabulary of 33,278 words covers all of them: unknown words are written as <unk> in the text."""
     source = corpus("wikitext-2", folder=shared)
@@ -45,6 +46,7 @@ def test_wikitext_2_has_exactly_the_published_tokens(shared: Path) -> None:
     assert int((test == words.end).sum()) == text.count("\n")
 
 
+@pytest.mark.slow
 def test_enwik8_is_cut_at_its_usual_places(shared: Path) -> None:
     source = corpus("enwik8", folder=shared)
     tokens = {split: Bytes().stream(source.documents(split)) for split in source.splits}

@@ -36,6 +36,7 @@ def test_top_k_changes_one_expert_at_a_time_and_jumps_as_computed_by_hand() -> N
         assert abs(logits[order[1]] - logits[order[2]]) < 1e-4
 
 
+@pytest.mark.slow
 def test_smooth_changes_sets_more_often_and_no_weight_jumps() -> None:
     (smooth,), (plain,) = slices("smooth"), slices("smoe")
     assert len(smooth.changes) > len(plain.changes)

@@ -150,6 +150,7 @@ def test_every_trainer_has_the_callback_once() -> None:
     assert type(pickle.loads(pickle.dumps(callback))) is type(callback)
 
 
+@pytest.mark.slow
 def test_training_brings_the_loss_down(tmp_path: Path) -> None:
     for family, router in (("llama", "ac+symphony+attention+smooth"), ("mixtral", "symphony+similarity")):
         run = trainer(changed(family, router), tmp_path, max_steps=12, gradient_checkpointing=True)

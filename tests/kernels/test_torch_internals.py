@@ -38,6 +38,7 @@ def test_private_interfaces_stand_in_one_file() -> None:
     assert files == {"kernels/torch_internals.py"}
 
 
+@pytest.mark.slow
 def test_a_function_can_be_a_constant_for_the_compiler_without_importing_it() -> None:
     calls: list[int] = []
 

@@ -88,6 +88,7 @@ def _values(cache: RouterCache) -> Iterator[Any]:
         yield from value.values() if isinstance(value, dict) else [value]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "router", quick_or_slow(["smoe", "symphony", "similarity", "attention", "ac", *VARIANTS], ["smoe", "similarity"])
 )

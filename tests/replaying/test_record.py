@@ -57,6 +57,7 @@ def test_every_way_to_generate_is_recorded(options: dict[str, Any]) -> None:
     assert_recorded(tiny("mixtral"), **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("router", ["the family's own", pytest.param("smooth", marks=pytest.mark.slow)])
 def test_a_model_that_was_compiled_before_is_recorded(router: str) -> None:
     """Compiled code does not run hooks that are added later to modules inside the model."""

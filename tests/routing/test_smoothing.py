@@ -177,6 +177,7 @@ def test_the_strip_of_a_token_with_too_many_ends_at_the_next_so_nothing_jumps() 
     assert (one - other)[0, switched].norm(dim=1).max() < 1e-3 * one.norm(dim=-1).mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "budget"),
     quick_or_slow(

@@ -115,6 +115,7 @@ def test_the_comparison_changes_neither_weights_nor_state_nor_random_numbers() -
     assert step.done == 1 and model.training
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [0.8, pytest.param(1.2, marks=pytest.mark.slow)])
 def test_wrong_gradients_are_found_and_the_step_stays_as_it_is(factor: float, caplog: pytest.LogCaptureFixture) -> None:
     """The loss of such a step is right: only its gradients show the fault."""
@@ -250,6 +251,7 @@ def test_a_resumed_run_is_compiled_if_the_run_before_it_was(finished: int, was_c
     assert TrainingState(global_step=finished, compiled=was_compiled).compiles(True) == compiles
 
 
+@pytest.mark.slow
 def test_nothing_is_compiled_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")

@@ -16,6 +16,7 @@ from holdfast.train.summary import summarise
 ROUTERS = "smoe,symphony[k=3]@1|smoe,ac@1,smoe[k=1]"
 
 
+@pytest.mark.slow
 def test_routers_with_layers_are_trained_stored_and_kept(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
     comparison = Comparison(tiny(), parse_routers(ROUTERS), 1, tmp_path / "run")
     results = comparison.run()

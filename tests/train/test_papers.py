@@ -1,5 +1,6 @@
 """The presets of the papers: each resolves, is built, rehearses, and has the figures that its paper prints."""
 
+import html
 import re
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,10 +12,12 @@ from tiers import quick_or_slow
 
 import holdfast
 from holdfast.planning.meta_model import Change, Choice, sparsify_on_meta
+from holdfast.planning.planning import Workload
 from holdfast.report.published import our_figure
 from holdfast.train import Recipe, RouterChoice, load_recipe
 from holdfast.train.building import build_model
 from holdfast.train.papers import Column, find_preset, find_presets, load_papers, resolve
+from holdfast.train.papers.cost import RATE, gpu_hours
 from holdfast.train.recipe import change_recipe, parse_router
 from holdfast.train.saved_model import make_task
 from holdfast.train.start import HEADS
@@ -80,7 +83,7 @@ def two_steps(recipe: Recipe, choice: RouterChoice, folder: Path) -> None:
     assert len(log) == 2 and all(torch.isfinite(torch.tensor(entry["loss"])) for entry in log)
 
 
-@pytest.mark.parametrize("name", quick_or_slow([name for name in TRAINED if name not in STARTED], TRAINED[:1]))
+@pytest.mark.parametrize("name", quick_or_slow([name for name in TRAINED if name not in STARTED], []))
 def test_every_router_of_a_rehearsal_trains_for_two_steps(name: str, tmp_path: Path) -> None:
     recipe, routers, record = resolve(name, {}, rehearse=True)
     assert "rehearsal" in record.deviations[0]
@@ -112,7 +115,9 @@ def test_a_preset_that_starts_from_cells_rehearses(name: str, cells: dict[str, P
 def test_a_router_that_is_added_later_keeps_the_published_figures(tmp_path: Path) -> None:
     changes = {"training.steps": 2, "training.warmup": 0}
     ran = holdfast.compare(paper="acmoe:table9", rehearse=True, seeds=1, out=tmp_path, changes=changes)
-    assert ran.paper is not None and (tmp_path / "report.html").read_text(encoding="utf-8").count("34.42") > 0
+    assert ran.paper is not None
+    page = html.unescape((tmp_path / "report.html").read_text(encoding="utf-8"))
+    assert "34.42" in page and all(sentence in page for sentence in (*ran.paper.deviations, *ran.paper.needs))
     recipe = find_preset("acmoe:table9").rehearsal
     assert recipe is not None
     added = holdfast.compare("smoe", recipe=recipe.recipe, seeds=1, out=tmp_path, changes=recipe.set | changes)
@@ -163,7 +168,7 @@ def test_names_and_mistakes() -> None:
         find_preset("acmoe:table1")
     with pytest.raises(ValueError, match="did you mean 'acmoe'"):
         find_presets("acmo")
-    with pytest.raises(ValueError, match="trains nothing; run: holdfast plan"):
+    with pytest.raises(ValueError, match="has a command of its own; run: holdfast plan"):
         find_preset("acmoe:table7-switch")
     with pytest.raises(ValueError, match="only the experiment of a paper has a rehearsal"):
         holdfast.compare("smoe", rehearse=True)
@@ -172,8 +177,23 @@ def test_names_and_mistakes() -> None:
 
 
 def test_a_change_of_an_exact_preset_is_a_deviation() -> None:
-    _, _, record = resolve("acmoe:table9", {"training.steps": 3000}, seeds=2)
-    assert record.deviations[:2] == ["training.steps is 3000 instead of 80000.", "2 seeds were trained instead of 5."]
+    recipe, _, record = resolve("acmoe:table9", {"training.steps": 3000}, seeds=2)
+    assert recipe.training.warmup == 150
+    assert record.deviations[:3] == [
+        "training.steps is 3000 instead of 80000.",
+        "training.warmup is 150 instead of 4000.",
+        "2 seeds were trained instead of 5.",
+    ]
+
+
+def test_every_preset_can_be_shortened_and_says_so() -> None:
+    for name in TRAINED:
+        start = {"model.checkpoint": "cells"} if name in STARTED else {}
+        recipe, _, record = resolve(name, {"training.steps": 3000, **start})
+        recipe.training.rate_factor(3000)  # raises if the warm-up is as long as the run
+        assert recipe.training.warmup < 3000 and recipe.training.epochs is None
+        assert re.fullmatch(r"training.steps is 3000 instead of \d+( epochs)?\.", record.deviations[0])
+        assert not any("MiniLM" in sentence for sentence in record.deviations[:3])
 
 
 def test_our_figure_is_the_one_that_the_column_names() -> None:
@@ -193,6 +213,30 @@ def test_our_figure_is_the_one_that_the_column_names() -> None:
         "attack:pgd": "",
     }.items():
         assert our_figure(Row(), Column(heading="", ours=ours)) == shown  # type: ignore[arg-type]
+
+
+def test_the_command_lists_presets_and_prints_one(capsys: Any) -> None:
+    from holdfast.cli.main import main
+
+    assert main(["papers", "symphony:table1"]) == 0
+    shown = capsys.readouterr().out
+    assert "symphony:table1-glam" in shown and "wikitext-103" in shown and "GPU hours" in shown
+    assert main(["papers", "acmoe:table1-enwik8-sst2"]) == 0
+    shown = capsys.readouterr().out
+    assert "--from FOLDER" in shown and "MiniLM" not in shown and "Deviations:" in shown
+    assert main(["papers", "acmoe:table2"]) == 0  # its figures come from the comparisons of Table 1
+    assert "acmoe:table1-switch" in capsys.readouterr().out
+
+
+def test_hours_are_those_of_the_plan() -> None:
+    preset = find_preset("acmoe:table9")
+    tokens = 80_000 * 48 * 512
+    sizes = load_recipe("switch-medium").model.config | {"vocab_size": 267_735}
+    workload = Workload(sequence=512)
+    planned = holdfast.plan("gpt2", ["smoe"], experts=16, k=2, hidden=352, sizes=sizes, workload=workload)
+    flops = planned.columns[0].training.total * tokens
+    assert gpu_hours(preset) == pytest.approx(flops * len(preset.routers) * preset.seeds / RATE / 3600)
+    assert gpu_hours(find_preset("acmoe:table4-top2")) is None  # plan does not support Swin
 
 
 def test_names_of_routers_are_read_once() -> None:

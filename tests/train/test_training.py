@@ -40,6 +40,7 @@ KNOBS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 def test_no_knob_of_training_is_inert(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
     usual = {"training.steps": 3, "training.warmup": 0, "sparse.hidden": None}
     _, plain = trained(tiny(usual), tmp_path / "plain")
@@ -82,6 +83,7 @@ def test_micro_batches_add_up_to_the_batch(tiny: Callable[..., Recipe], tmp_path
         assert line == pytest.approx(twin, rel=2e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", quick_or_slow(["text", "images"], ["text"]))
 def test_bf16_trains_on_a_cpu_with_finite_losses(
     kind: str, tiny: Callable[..., Recipe], digits: Callable[..., Recipe], tmp_path: Path
@@ -138,6 +140,7 @@ def test_the_checkpoint_that_does_best_on_held_out_data_is_kept(
     assert loss_on(make_task(recipe), last) == pytest.approx(losses[12], rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", quick_or_slow([7, 13], [7]))
 def test_the_best_checkpoint_survives_an_interruption(step: int, tiny: Callable[..., Recipe], tmp_path: Path) -> None:
     """Interrupt in the middle, and after all steps, when only the best checkpoint is left."""

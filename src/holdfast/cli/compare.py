@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from tyro.conf import arg
 
 from holdfast.cli.common import PluginFiles, bar, require_folder, require_place, show, show_messages
-from holdfast.comparing import PAGE, RECIPE, ROUTERS, choose, run_comparison, sweep_settings
+from holdfast.comparing import PAGE, RECIPE, ROUTERS, choose, run_comparison, start_from, sweep_settings
 from holdfast.locking import take_over
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Compare:
     """The experiment of a paper, as `holdfast papers` lists them: acmoe:table1-switch. It has its own recipe and routers;
     table and page show its published figures beside ours."""
     rehearse: bool = False
-    """With --paper: train its routers with a small recipe, in minutes."""
+    """With --paper: train its routers with a small recipe and one seed, in minutes."""
     start: Annotated[Path | None, arg(name="from")] = None
     """The folder of a comparison: each router and seed starts from its trained cell of the same router and seed."""
     steps: int | None = None
@@ -59,7 +59,8 @@ class Compare:
     """Values of keys of the recipe, for example sparse.k=1,2,4 training.learning_rate=1e-3,1e-4: every combination is
     trained with every router and seed, and compared with the baseline of the same setting."""
     match_compute: bool = True
-    """If a router uses more experts per token than the baseline, add the baseline with that number, rounded up."""
+    """If a router uses more experts per token than the baseline, add the baseline with that number, rounded up; never with
+    --paper or --from."""
     jobs: int = 1
     """How many models to train at the same time; several use one GPU better."""
     take_over: bool = False
@@ -75,7 +76,7 @@ class Compare:
         self.plugins.load()
         changes = parse_pairs(self.set, "training.steps=50")
         changes |= {} if self.steps is None else {"training.steps": self.steps}
-        changes |= {} if self.start is None else {"model.checkpoint": str(self.start)}
+        changes |= start_from(self.start)
         how: dict[str, Any] = {"paper": self.paper, "rehearse": self.rehearse}
         chosen = choose(self.recipe, parse_routers(self.routers), self.seeds, changes, **how)
         settings = sweep_settings(chosen.recipe, changes, parse_sweep(self.sweep))

@@ -66,11 +66,13 @@ class Papers:
         if preset.recipe is None:
             print(f"Run: {preset.command}\n")
         else:
-            start = "" if preset.start is None else f" --from FOLDER-OF-{name.partition(':')[0]}:{preset.start}"
-            print(f"Run: holdfast compare --paper {name}{start} --out FOLDER; a rehearsal of minutes: add --rehearse\n")
+            option = "" if preset.start is None else f" --from FOLDER-OF-{name.partition(':')[0]}:{preset.start}"
+            print(f"Run: holdfast compare --paper {name}{option} --out FOLDER; a rehearsal of minutes: add --rehearse\n")
             seeds = f"{preset.seeds} seed{'s' if preset.seeds > 1 else ''}"
             print(f"Routers, {seeds}: " + ",".join(preset.routers) + "\n")
-            recipe = load_recipe(preset.recipe, preset.set).describe()
+            start = {} if preset.start is None else {"model.checkpoint": f"each router's cell of {preset.start}"}
+            recipe = load_recipe(preset.recipe, {**preset.set, **start}).describe()
+            del recipe["about"]  # of the recipe without the changes
             print(f"Recipe: {preset.recipe}, changed by {preset.set}" if preset.set else f"Recipe: {preset.recipe}")
             print(yaml.safe_dump(recipe, sort_keys=False, default_flow_style=None, width=120))
         if preset.published.rows:

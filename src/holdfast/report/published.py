@@ -1,6 +1,7 @@
 """The table of a paper's published figures, beside those of a comparison that ran the same experiment."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from holdfast.report.page_shell import decimal
 from holdfast.report.tables import Table
@@ -10,7 +11,9 @@ from holdfast.train.results import Results, Row
 
 def published_table(published: Published, results: Results | None = None, title: str = "Published figures") -> Table:
     """Return the rows of the paper's table, and after each figure ours, if there are results; then the routers it lacks."""
-    rows = {row.router: row for row in results.rows} if results is not None else {}
+    rows = {}
+    if results is not None and (results.domains or not results.swept):  # of a sweep, the paper's setting is not known
+        rows = {row.router: row for row in results.rows}
     listed = [*published.rows, *({"name": "", "router": name} for name in _unlisted(published, rows))]
 
     def cells(printed: dict[str, object]) -> Iterator[tuple[str, str]]:
@@ -20,9 +23,15 @@ def published_table(published: Published, results: Results | None = None, title:
             yield column.heading, str(printed.get(key, ""))
             if results is not None and column.ours is not None:
                 row = rows.get(str(printed.get("router")))
-                yield f"{column.heading}, here", "" if row is None else our_figure(row, column)
+                yield f"{column.heading}, here", "" if row is None else our_figure(_over_domains(row, results), column)
 
     return Table.of(title, (dict(cells(row)) for row in listed))
+
+
+def _over_domains(row: Row, results: Results) -> Row:
+    """Return a row with the mean error over held-out domains, if several were held out."""
+    means = {one.router: one.mean.mean for one in results.domains}
+    return replace(row, clean=100 - means[row.router]) if row.router in means else row
 
 
 def _unlisted(published: Published, rows: dict[str, Row]) -> list[str]:
@@ -33,7 +42,7 @@ def _unlisted(published: Published, rows: dict[str, Row]) -> list[str]:
 def our_figure(row: Row, column: Column) -> str:
     """Return our number for a published column, as text; empty if the row has none."""
     assert column.ours is not None
-    rule, name = column.ours[:6], column.ours.removeprefix("100 - ").removeprefix("100 * ")
+    name = column.ours.removeprefix("100 - ").removeprefix("100 * ")
     if name == "parameters":
         return f"{row.parameters / 1e6:.0f} M"
     kind, _, test = name.partition(":")
@@ -45,7 +54,9 @@ def our_figure(row: Row, column: Column) -> str:
         value = {"clean": row.clean, "attacked": row.attacked, "bits": row.clean_bits_per_byte}[name]
     if value is None:
         return ""
-    return decimal(100 - value if rule == "100 - " else 100 * value if rule == "100 * " else value)
+    if column.ours.startswith("100 - "):
+        value = 100 - value
+    return decimal(100 * value if column.ours.startswith("100 * ") else value)
 
 
 def title_of(paper: PaperRun) -> str:

@@ -261,8 +261,8 @@ class Comparison:
         path = self._path(cell)
         if not is_only_begun(path) and not agrees(path / "router.json", self._describe(cell)):
             raise ValueError(
-                f"{path} belongs to a router {cell.choice.name} with other options or another plugin; "
-                "give this router another name."
+                f"{path} belongs to a router {cell.choice.name} with other options, another plugin or "
+                "another start; give this router another name."
             )
         if not (path / "router.json").exists():  # without it, the router's options of a stored result are unknown
             return None

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -25,6 +25,7 @@ from holdfast.checked import from_mapping
 from holdfast.errors import unknown_name
 from holdfast.train.recipe import Recipe, RouterChoice, from_yaml, load_recipe, parse_router
 
+ALTERNATIVES = {"training.epochs": "training.steps", "training.steps": "training.epochs"}  # a recipe has one of them
 PAPERS = ("symphony", "mutual", "acmoe", "smoothing")
 OURS = re.compile(r"(100 [-*] )?(parameters|clean|attacked|bits|(shift|attack):[\w.-]+)")  # a number of our results
 
@@ -127,9 +128,17 @@ def _load(name: str) -> Paper:
     for key, preset in paper.presets.items():
         if preset.start is not None and preset.start not in paper.presets:
             raise ValueError(f"{name}:{key} starts from {preset.start}, which is no preset of this paper.")
-        for sentences in (preset.deviations, preset.needs):
-            sentences[:] = [paper.sentences.get(sentence, sentence) for sentence in sentences]
-    return paper
+        for sentence in (*preset.deviations, *preset.needs):
+            if " " not in sentence and sentence not in paper.sentences:
+                raise ValueError(f"{name}:{key} names the sentence {sentence!r}, which is not among the paper's sentences.")
+    spelled = {key: _spelled_out(preset, paper.sentences) for key, preset in paper.presets.items()}
+    return replace(paper, presets=spelled)
+
+
+def _spelled_out(preset: Preset, sentences: Mapping[str, str]) -> Preset:
+    """Return a preset with sentences in the place of their names."""
+    deviations, needs = ([sentences.get(one, one) for one in names] for names in (preset.deviations, preset.needs))
+    return replace(preset, deviations=deviations, needs=needs)
 
 
 def find_presets(name: str) -> dict[str, Preset]:
@@ -141,7 +150,11 @@ def find_presets(name: str) -> dict[str, Preset]:
     presets = papers[paper].presets
     if table in presets:
         return {name: presets[table]}
-    chosen = {key: one for key, one in presets.items() if not table or key.startswith(f"{table}-")}
+    chosen = {
+        key: one
+        for key, one in presets.items()
+        if not table or key.startswith(f"{table}-") or table in (name.lower().replace(" ", "") for name in one.covers)
+    }
     if not chosen:
         raise ValueError(unknown_name(f"table of {paper}", table, presets))
     return {f"{paper}:{key}": one for key, one in chosen.items()}
@@ -154,7 +167,7 @@ def find_preset(name: str) -> Preset:
         raise ValueError(f"{name} has {len(found)} comparisons; choose one: {', '.join(found)}.")
     (preset,) = found.values()
     if preset.command is not None:
-        raise ValueError(f"{name} trains nothing; run: {preset.command}")
+        raise ValueError(f"{name} has a command of its own; run: {preset.command}")
     return preset
 
 
@@ -172,19 +185,27 @@ def resolve(
         first = f"{name.partition(':')[0]}:{preset.start}"
         raise ValueError(f"{name} starts from the cells of {first}: run that first, and give its folder with --from.")
     assert preset.recipe is not None and preset.rehearsal is not None
-    exact = load_recipe(preset.recipe, preset.set)
-    small = preset.rehearsal
-    recipe = (
-        load_recipe(small.recipe, {**small.set, **changes})
-        if rehearse
-        else load_recipe(preset.recipe, {**preset.set, **changes})
-    )
-    routers = small.routers if rehearse and small.routers is not None else preset.routers
-    own = [f"This is a rehearsal with the recipe {small.recipe}: its figures are not the paper's."] if rehearse else []
-    for key, value in changes.items():
-        own.append(f"{key} is {value}" + ("." if rehearse else f" instead of {_value(exact, key)}."))
-    if seeds is not None and seeds != preset.seeds:
-        own.append(f"{seeds} seeds were trained instead of {preset.seeds}.")
+    exact, small, changes = load_recipe(preset.recipe, preset.set), preset.rehearsal, dict(changes)
+    steps, planned, warmup = changes.get("training.steps"), exact.training.steps, exact.training.warmup
+    if steps is not None and not rehearse and warmup > steps // 10 and (planned is None or steps < planned):
+        shorter = steps // 10 if planned is None else warmup * steps // planned
+        changes.setdefault("training.warmup", shorter)  # a shorter run needs a shorter warm-up
+    own_set = {
+        key: value for key, value in preset.set.items() if key not in ALTERNATIVES or ALTERNATIVES[key] not in changes
+    }
+    if rehearse:
+        recipe = load_recipe(small.recipe, {**small.set, **changes})
+        routers = preset.routers if small.routers is None else small.routers
+        own = [f"This is a rehearsal with the recipe {small.recipe}: its figures are not the paper's."]
+    else:
+        recipe, routers = load_recipe(preset.recipe, {**own_set, **changes}), preset.routers
+        own = [
+            f"{key} is {value} instead of {_value(exact, key)}."
+            for key, value in changes.items()
+            if not (key == "model.checkpoint" and preset.start) and not str(_value(exact, key)).endswith("/")
+        ]
+    if not rehearse and seeds is not None and seeds != preset.seeds:
+        own.append(f"{seeds} seed{'s were' if seeds > 1 else ' was'} trained instead of {preset.seeds}.")
     described = PaperRun(
         name=name,
         title=preset.title,
@@ -197,6 +218,9 @@ def resolve(
 
 
 def _value(recipe: Recipe, key: str) -> Any:
+    """Return the value of a key of a recipe; if it counts epochs, these are its steps."""
+    if key == "training.steps" and recipe.training.steps is None:
+        return f"{recipe.training.epochs:g} epochs"
     value: Any = recipe.describe()
     for part in key.split("."):
         value = value.get(part) if isinstance(value, dict) else None
