@@ -121,10 +121,9 @@ def print_tables(results: Results) -> None:
     from holdfast.report.comparison_tables import accuracy_table, domain_table, main_table, metrics_table, shifts_table
 
     if results.paper is not None:
-        from holdfast.report.published import published_table, title_of
+        from holdfast.report.published import published_table
 
-        title = f"{title_of(results.paper)}; {len(results.paper.deviations)} deviations are on the page"
-        show(published_table(results.paper.published, results, title))
+        show(published_table(results.paper.published, results))
     counts = sorted({len(row.seeds) for row in results.rows})  # routers that were added later may have fewer
     seeds = f"{counts[0]} to {counts[-1]} seeds" if len(counts) > 1 else f"{counts[0]} seed{'s' if counts[0] > 1 else ''}"
     show(replace(main_table(results, brief=True), title=f"{results.title}; {seeds}"))

@@ -21,7 +21,7 @@ from holdfast.report.expert_views import css_classes, evolutions, views
 from holdfast.report.page_shell import THEMES, decimal, flattened, listed, render_template, rise, write_report_page
 from holdfast.report.plot_data import mark
 from holdfast.report.plots import by_layer, plots
-from holdfast.report.published import published_table, title_of
+from holdfast.report.published import published_table
 from holdfast.routing.grammar import written_value
 from holdfast.train.image_task import HELD_OUT
 from holdfast.train.results import Results, Row
@@ -51,9 +51,7 @@ def render(results: Results) -> str:
         colours=len(THEMES["light"]["routers"]),
         results=main_table(results),
         paper=results.paper,
-        published=None
-        if results.paper is None
-        else published_table(results.paper.published, results, title_of(results.paper)),
+        published=None if results.paper is None else published_table(results.paper.published, results),
         domains=domain_table(results),
         settings=settings_table(results),
         by_router=[make(results) for make in (metrics_table, accuracy_table, shifts_table, attacks_table)],

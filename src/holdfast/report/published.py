@@ -5,12 +5,16 @@ from dataclasses import replace
 
 from holdfast.report.page_shell import decimal
 from holdfast.report.tables import Table
-from holdfast.train.papers import Column, PaperRun, Published
+from holdfast.train.papers import Column, Published
 from holdfast.train.results import Results, Row
 
 
-def published_table(published: Published, results: Results | None = None, title: str = "Published figures") -> Table:
+def published_table(published: Published, results: Results | None = None) -> Table:
     """Return the rows of the paper's table, and after each figure ours, if there are results; then the routers it lacks."""
+    title, note = "Published figures", ""
+    if results is not None and (paper := results.paper) is not None:
+        title = f"{paper.name} ({', '.join(paper.covers)}): published figures, and ours"
+        note = f"The page lists {len(paper.deviations)} deviations from the paper's experiment."
     rows = {}
     if results is not None and (results.domains or not results.swept):  # of a sweep, the paper's setting is not known
         rows = {row.router: row for row in results.rows}
@@ -25,7 +29,7 @@ def published_table(published: Published, results: Results | None = None, title:
                 row = rows.get(str(printed.get("router")))
                 yield f"{column.heading}, here", "" if row is None else our_figure(_over_domains(row, results), column)
 
-    return Table.of(title, (dict(cells(row)) for row in listed))
+    return Table.of(title, (dict(cells(row)) for row in listed), note)
 
 
 def _over_domains(row: Row, results: Results) -> Row:
@@ -57,8 +61,3 @@ def our_figure(row: Row, column: Column) -> str:
     if column.ours.startswith("100 - "):
         value = 100 - value
     return decimal(100 * value if column.ours.startswith("100 * ") else value)
-
-
-def title_of(paper: PaperRun) -> str:
-    """Return the title of the table with our figures."""
-    return f"{paper.name} ({', '.join(paper.covers)}): published figures, and ours"
