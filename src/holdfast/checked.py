@@ -9,11 +9,13 @@ import math
 import sys
 import types
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from fractions import Fraction
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from holdfast.errors import unknown_name
 
+LARGEST_DENOMINATOR = 10**6  # of a factor as a fraction, so that products with it fit into 64 bits
 TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", types.NoneType: "empty"}
 
 
@@ -117,6 +119,11 @@ def read_number(text: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"{text!r} is not a number; write it as 0.03, 1e-3 or 1/255.")
     return value
+
+
+def as_ratio(factor: float) -> tuple[int, int]:
+    """Return the factor as numerator and denominator, without the rounding error of a float: 1.1 is 11 / 10."""
+    return Fraction(str(factor)).limit_denominator(LARGEST_DENOMINATOR).as_integer_ratio()
 
 
 def _without_limits(kind: Any) -> Any:

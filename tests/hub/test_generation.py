@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import holdfast
 from holdfast.routing import RouterCache, Routing
-from holdfast.routing.cache import new_router_number
+from holdfast.routing.cache import ROUTER_NUMBERS
 from holdfast.testing.router_under_test import STEEP
 
 # Every sequence-aware router at least once, alone and with everything else a router can have.
@@ -464,11 +464,11 @@ def test_a_copied_static_cache_continues_a_prompt_more_than_once(router: str) ->
 
 IN_ANOTHER_PROCESS = """
 import pickle, sys, torch
-from holdfast.routing.cache import new_router_number
+from holdfast.routing.cache import ROUTER_NUMBERS
 model, past, ids, full = pickle.load(sys.stdin.buffer)
 with torch.no_grad():
     torch.testing.assert_close(model(input_ids=ids, past_key_values=past).logits, full, rtol=0, atol=1e-4)
-print(new_router_number())
+print(next(ROUTER_NUMBERS))
 """
 
 
@@ -479,7 +479,7 @@ def test_another_process_continues_a_pickled_cache_with_the_pickled_model() -> N
     given = pickle.dumps((model, filled(model), IDS[:, 6:], model(input_ids=IDS).logits[:, 6:]))
     done = subprocess.run([sys.executable, "-c", IN_ANOTHER_PROCESS], input=given, stdout=subprocess.PIPE, check=True)
     # A router that the other process makes itself is not taken for one of this process.
-    assert abs(int(done.stdout) - new_router_number()) > 10**5
+    assert abs(int(done.stdout) - next(ROUTER_NUMBERS)) > 10**5
 
 
 @torch.no_grad()

@@ -42,9 +42,9 @@ from holdfast.hub.replacements import ATTENTION, as_linear, override_config, res
 from holdfast.kernels.torch_internals import is_recomputing
 from holdfast.routing import Attention, Context, Previous, Router, RouterCache, Routing, VisibleTokens
 from holdfast.routing.cache import (
+    ROUTER_NUMBERS,
     has_recurrent_state,
     has_static_length,
-    new_router_number,
     prepare_static_rows,
     router_cache_of,
     static_router_cache_of,
@@ -175,7 +175,7 @@ class ContextCapture:
         self.reads_more = self.reads_previous or self.reads_ids or self.reads_modality
         # A KV cache stores this number with its router rows. After a change to the model the number differs, so that rows of
         # the earlier router are not used.
-        self.router_number = new_router_number()
+        self.router_number = next(ROUTER_NUMBERS)
         self._thread = PerThread(_Captured)
         self._latest_routed: Previous | None = None  # of any thread: on a GPU, the backward runs in another thread
         self._recomputation_reads_state = self.reads_previous or any(isinstance(part, StatefulPart) for part in parts)

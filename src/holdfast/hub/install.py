@@ -162,7 +162,8 @@ def make_sparse(layers: Mapping[str, DenseLayer], specs: Mapping[str, LayerSpec]
     for name, dense in layers.items():
         router, family, layer = routers[name], dense.family, dense.layer
         assert router is not None
-        shared = new_shared(experts[name], specs[name].shared)
+        count = specs[name].shared
+        shared = new_shared(experts[name], count) if count else None
         dropout = None if family.dropout is None else layer.get_submodule(family.dropout)
         router = router.to(**device_and_dtype(experts[name].down_proj))
         sparse = SparseLayer(router, experts[name], dropout, shared).train(layer.training)

@@ -7,10 +7,8 @@ from holdfast.layers.experts import Experts
 from holdfast.layers.moe import FeedForward
 
 
-def new_shared(experts: Experts, count: int | None) -> FeedForward | None:
+def new_shared(experts: Experts, count: int) -> FeedForward:
     """Return `count` shared experts as one network of `count` times the width: their sum is the same."""
-    if not count:
-        return None
     activation = experts.activation_name or experts.activation
     shared = FeedForward(
         experts.dim, count * experts.hidden, activation=activation, gated=experts.gated, bias=experts.has_bias

@@ -16,13 +16,13 @@ T tokens of a batch, E experts, s logits (after an informer, the logarithms of i
 """
 
 import math
-from fractions import Fraction
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from holdfast.checked import as_ratio
 from holdfast.errors import require_known
 from holdfast.kernels.select import TINY, top
 from holdfast.routing.assignment import assign_balanced
@@ -45,7 +45,6 @@ from holdfast.routing.state import StatefulPart, flag, is_set, several_ranks, su
 BATCH_WIDE = Traits(causal=False, batch_invariant=False, cacheable=False)
 ITERATIONS = 50  # of Sinkhorn, at most
 TOLERANCE = 1e-3  # relative error of the column sums at which they end
-LARGEST_DENOMINATOR = 10**6  # of a factor as a fraction, so that products with it fit into 64 bits
 MEMORY = 0.9  # weight of the old value in the running mean of the potentials
 
 
@@ -259,11 +258,6 @@ def column_potentials(logits: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
 def exact_sigmoid(logits: Tensor) -> Tensor:
     """Return sigmoid(logits). Its gradient, unlike that of `torch.sigmoid`, has no rounding error of 1 - sigmoid."""
     return F.logsigmoid(logits).exp()
-
-
-def as_ratio(factor: float) -> tuple[int, int]:
-    """Return the factor as numerator and denominator, without the rounding error of a float: 1.1 is 11 / 10."""
-    return Fraction(str(factor)).limit_denominator(LARGEST_DENOMINATOR).as_integer_ratio()
 
 
 def places_of_each(slots: Tensor, ratio: tuple[int, int], experts: int) -> Tensor:

@@ -138,13 +138,9 @@ class RowsAtPositions(RouterCache):
         return super().current(rows, count) if self._positions is None else rows.index_select(1, self._positions)
 
 
-# They start anywhere: a pickled KV cache must not be taken for one of another process's routers.
-_router_numbers = count(secrets.randbits(40) << 20)
-
-
-def new_router_number() -> int:
-    """Return a number for a router in a model. A KV cache stores it with the rows that this router has written."""
-    return next(_router_numbers)
+# Numbers for routers in models: a KV cache stores them with the rows that a router has written. They start anywhere: a
+# pickled KV cache must not be taken for one of another process's routers.
+ROUTER_NUMBERS = count(secrets.randbits(40) << 20)
 
 
 def router_cache_of(cache_layer: Any, past: int, router_number: int) -> RouterCache:

@@ -22,10 +22,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from holdfast.checked import as_ratio
 from holdfast.errors import require_known
 from holdfast.kernels.operators import EVERYWHERE, operator
 from holdfast.kernels.select import ordered_keys, top
-from holdfast.routing.balanced import BATCH_WIDE, as_ratio, places_of_each
+from holdfast.routing.balanced import BATCH_WIDE, places_of_each
 from holdfast.routing.declarations import FLOAT, ActiveExperts, Conditions, Cost, LayerSizes, NoCertificate
 from holdfast.routing.parts import Noise, Selector, SelectorDeclarations, Traits
 from holdfast.routing.records import Context

@@ -32,11 +32,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from holdfast.checked import as_ratio
 from holdfast.errors import require_known
 from holdfast.kernels.operators import snapshot_for_backward
 from holdfast.kernels.select import POWERS, Limit, Powers, select_smooth_top_k, smooth_strip
 from holdfast.kernels.statistics import DIGITS, midpoint, order_statistic, update_running_mean
-from holdfast.routing.balanced import as_ratio
 from holdfast.routing.declarations import INTEGER, ActiveExperts, Cost, LayerSizes, selection_bytes
 from holdfast.routing.parts import Selector, SelectorDeclarations, normalise
 from holdfast.routing.records import Context

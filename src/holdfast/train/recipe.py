@@ -259,7 +259,8 @@ class Recipe:
                 raise ValueError(f"{key} is for {what} (task: {tasks[0]}), and this task is {self.task}.")
         if self.attack.name is not None:
             find_attack(self.attack.name, "images" if self.task in IMAGES else "text")
-        ChosenMetrics(self.metrics)  # raises if a name is unknown
+        if self.metrics:
+            ChosenMetrics(self.metrics)  # raises if a name is unknown
         require_sane_numbers({**self.model.config, "sparse.experts": self.sparse.experts}, "model.config")
 
     def describe(self) -> dict[str, Any]:
