@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from holdfast import Context
+from holdfast import Context, create_router
+from holdfast.certificates import certify
 from holdfast.routing import Cosine, Frozen, Linear
 
 
@@ -22,6 +23,18 @@ def test_frozen_scores_have_nothing_to_train_and_are_saved() -> None:
     score = Frozen(16, 8)
     assert not list(score.parameters())
     assert list(score.state_dict()) == ["weight"]
+
+
+def test_a_bias_of_frozen_scores_is_random_and_not_trained_and_certificates_know_it() -> None:
+    router = create_router("random[bias=true]", dim=16, experts=8, k=2).eval()
+    tokens, score = torch.randn(1, 200, 16), router.score
+    assert isinstance(score, Frozen) and score.bias is not None and score.bias.abs().min() > 0
+    assert not list(router.parameters()) and set(score.state_dict()) == {"weight", "bias"}
+    torch.testing.assert_close(score(tokens, Context()), tokens @ score.weight.T + score.bias)
+    radii = certify(router, tokens).radius
+    direction = torch.randn_like(tokens)
+    moved = tokens + 0.99 * radii.view(1, -1, 1) * direction / direction.norm(dim=-1, keepdim=True)
+    assert torch.equal(router(moved).chosen, router(tokens).chosen)
 
 
 def test_a_zero_token_gets_equal_finite_scores() -> None:

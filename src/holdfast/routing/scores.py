@@ -55,25 +55,30 @@ class Linear(LinearScore):
 
 
 class Frozen(LinearScore):
-    """logits = x W^T with a random W that is never trained (SMoE-dropout; the random router of Symphony's appendix C)."""
+    """logits = x W^T (+ b) with a random W that is never trained (SMoE-dropout; the random router of Symphony's appendix C).
+
+    bias    add b, which is random and never trained too
+    """
 
     weight: Tensor
+    bias: Tensor | None
 
-    def __init__(self, dim: int, experts: int) -> None:
+    def __init__(self, dim: int, experts: int, *, bias: bool = False) -> None:
         super().__init__()
         self.dim, self.experts = dim, experts
         self.register_buffer("weight", torch.randn(experts, dim, dtype=torch.float32) / math.sqrt(dim))
+        self.register_buffer("bias", torch.randn(experts, dtype=torch.float32) / math.sqrt(dim) if bias else None)
 
     @property
     def matrix(self) -> Tensor:
         return self.weight
 
     def finish(self, projected: Tensor) -> Tensor:
-        return projected
+        return projected if self.bias is None else projected + self.bias
 
     @property
     def declares(self) -> ScoreDeclarations:
-        return replace(super().declares, order=lambda tokens, context: Order(self.weight, values=Values()))
+        return replace(super().declares, order=lambda tokens, context: Order(self.weight, self.bias, values=Values()))
 
 
 class Cosine(LinearScore):
