@@ -31,7 +31,7 @@ from holdfast.routing import (
 )
 from holdfast.routing.capacity import Capacity
 from holdfast.routing.fixed import Distilled, EqualWeights, HashedIds
-from holdfast.routing.hierarchy import Hierarchical
+from holdfast.routing.hierarchy import GroupedRule, Hierarchical
 from holdfast.routing.noise import GaussianNoise, GumbelNoise, ScaledNoise, UniformNoise
 from holdfast.routing.scores import ModalityLinear
 from holdfast.routing.thresholds import Sparsemax
@@ -381,7 +381,9 @@ def sparsemax(select: Sparsemax, key: Tensor, gates: Tensor, logits: Tensor, inf
 
 
 def hierarchical(select: Hierarchical, key: Tensor, gates: Tensor, logits: Tensor, informed: bool) -> Chosen:
-    rule: Any = select.rule
+    rule = select.rule
+    if not isinstance(rule, GroupedRule):  # all groups are kept
+        return top_k(select, key, gates, logits, informed)
     mass = [0.0] * rule.groups
     for expert, value in enumerate(gates.tolist()):
         mass[expert * rule.groups // select.experts] += value
