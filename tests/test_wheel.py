@@ -118,7 +118,7 @@ def test_the_metadata_names_the_version_the_command_and_few_requirements(release
     assert "holdfast = holdfast_command:main" in release.metadata("entry_points.txt")
     required = [line for line in release.metadata("METADATA").splitlines() if line.startswith("Requires-Dist: ")]
     needed = {line.split()[1].split(">")[0] for line in required if "extra ==" not in line}
-    assert needed == {"numpy", "safetensors", "torch", "transformers"}
+    assert needed == {"filelock", "numpy", "safetensors", "torch", "transformers"}
 
 
 @pytest.mark.slow
