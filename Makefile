@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-all test-gpu test-matrix lint bench figures docs dist pretrained clean
+.PHONY: demo test test-all test-gpu test-matrix lint bench results figures docs dist pretrained clean
 
 # Both commands take up what is there: run again, nothing is trained twice.
 demo: .venv/ready
@@ -34,6 +34,11 @@ lint: .venv/dev
 bench: .venv/dev
 	$(BIN)/python benchmarks/everything.py --out results/speed --force
 	$(BIN)/python benchmarks/import_time.py
+
+# docs/results.md and its pictures, from the cells in results/ledger, and the pages of routers, which quote it.
+results: .venv/ready
+	$(BIN)/python docs/site/results_page.py
+	$(BIN)/python docs/site/router_pages.py
 
 # All pictures of the documents: docs/pictures from the stored numbers beside them, and those of the routers' pages.
 figures: .venv/ready

@@ -3,7 +3,7 @@
     PYTHONPATH=src python benchmarks/dense.py banking77 --data DATA --out results/banking77 \
         --set model.checkpoint=MINILM training.precision=bf16
 
-The sparse cells are those of `holdfast compare`: finished ones are not trained again. docs/results.md has the results.
+The sparse cells are those of `holdfast compare`: finished ones are not trained again.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def trained_dense(task: Task, seed: int, folder: Path) -> dict[str, Any]:
     own = task.for_seed(seed)
     torch.manual_seed(seed)
     model = own.initial_model()
-    with patch("holdfast.train.loop.snapshot_steps", lambda steps: []):  # a dense model has no routing to record
+    with patch("holdfast.train.recipe.TrainingPart.snapshot_steps", lambda *_: []):  # a dense model has no routing
         train(model, own, folder / f"seed{seed}", seed=seed, k=[])
     shutil.rmtree(folder / f"seed{seed}", ignore_errors=True)
     examples = own.examples(seed)

@@ -33,7 +33,7 @@ from torch import Tensor
 from versions import versions
 
 import holdfast
-from holdfast.train.captured_step import CapturedStep
+from holdfast.train.fast_step import CapturedStep
 from holdfast.train.recipe import TrainingPart
 from holdfast.train.step import TrainingStep, adamw
 

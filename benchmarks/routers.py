@@ -69,6 +69,7 @@ ROUTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "hash": ("hash", {"vocabulary": VOCABULARY}),
     "stablemoe": ("stablemoe", {"vocabulary": VOCABULARY}),
     "sparsemax": ("sparsemax", {}),
+    "grouped": ("grouped", {}),
     "hierarchical": ("hierarchical", {}),
     "modality": ("modality", {}),
 }

@@ -1,17 +1,15 @@
-"""The command `holdfast`, without torch where possible: importing the library takes seconds.
+"""The command `holdfast`. It prints the list of commands and the version, suggests the closest name for a misspelt command,
+and hands the rest to `holdfast.cli`. None of this imports torch; a command does when it runs.
 
-This module is outside the package because `import holdfast` imports torch. It prints the list of commands and the version,
-suggests the closest name for a misspelt command, and imports the library only to run a command.
+This module is outside the package, so that Ctrl-C while the package is imported is caught here too.
 """
 
-import importlib.util
 import os
 import sys
-import types
-from pathlib import Path
 
 COMMANDS = {
     "compare": "train routers under equal conditions, attack them, and write a report",
+    "search": "find the routers and settings that are best for their FLOPs",
     "train": "train one model with one router, from a recipe",
     "evaluate": "score a saved model on clean and on attacked data",
     "attack": "attack a saved model with a budget of your choice",
@@ -21,7 +19,9 @@ COMMANDS = {
     "mismatch": "measure how far training is from a rollout, and what replay changes",
     "papers": "list the papers' experiments, with their published figures",
     "plan": "count what a model with each router would cost, from its config",
-    "report": "render the HTML report of one of these again, from its JSON",
+    "recipes": "list the recipes to train, and print their keys",
+    "report": "render HTML reports again, put several on one page, or save their numbers",
+    "board": "merge ledgers of results into a leaderboard",
     "routers": "list the routers, and show how each one routes text",
     "run": "run another program with Holdfast imported",
 }
@@ -47,19 +47,22 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _answer(arguments: list[str]) -> int:
     """Print the help, the version or an error, or run the command; return the exit code."""
+    from holdfast.errors import missing_extra_message, unknown_name
+    from holdfast.version import VERSION
+
     name = arguments[0] if arguments else "--help"
     if name in ("--help", "-h"):
         print(help_text())
         return 0 if arguments else 2
     if name == "--version":
-        print(f"holdfast {_load_module('version').VERSION}")
+        print(f"holdfast {VERSION}")
         return 0
     if name not in COMMANDS:
         kind = "option" if name.startswith("-") else "command"
         known = ("--help", "--version") if kind == "option" else COMMANDS
-        print(f"holdfast: {_load_module('errors').unknown_name(kind, name, known)}", file=sys.stderr)
+        print(f"holdfast: {unknown_name(kind, name, known)}", file=sys.stderr)
         return 2
-    message = _load_module("errors").missing_extra_message(f"holdfast {name}", *NEEDED)
+    message = missing_extra_message(f"holdfast {name}", *NEEDED)
     if message is not None:
         print(f"holdfast: {message}", file=sys.stderr)
         return 2
@@ -70,29 +73,13 @@ def _answer(arguments: list[str]) -> int:
 
 def help_text() -> str:
     """Return what `holdfast --help` prints."""
-    lines = [f"  {name:<10}{about}" for name, about in COMMANDS.items()]
-    return "\n".join(
-        [
-            f"holdfast {_load_module('version').VERSION}: mixture-of-experts routing that holds.",
-            "",
-            "usage: holdfast COMMAND [OPTIONS]",
-            "",
-            *lines,
-            "",
-            "Options of a command: holdfast COMMAND --help. Start with: holdfast compare",
-        ]
+    from holdfast.version import VERSION
+
+    commands = "\n".join(f"  {name:<10}{about}" for name, about in COMMANDS.items())
+    return (
+        f"holdfast {VERSION}: mixture-of-experts routing that holds.\n\nusage: holdfast COMMAND [OPTIONS]\n\n{commands}\n\n"
+        "Options of a command: holdfast COMMAND --help. Start with: holdfast compare"
     )
-
-
-def _load_module(name: str) -> types.ModuleType:
-    """Return a module of the package without importing the package; the module may import only the standard library."""
-    package = importlib.util.find_spec("holdfast")
-    assert package is not None and package.submodule_search_locations
-    spec = importlib.util.spec_from_file_location(name, Path(package.submodule_search_locations[0], f"{name}.py"))
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 if __name__ == "__main__":

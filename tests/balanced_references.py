@@ -68,13 +68,63 @@ def potentials(read: Tensor, real: list[bool]) -> Tensor:
     return v
 
 
-def sets_of(select: Selector, keys: Tensor, gates: Tensor, read: Tensor, real: list[bool]) -> list[list[int]]:
+def project(logits: Tensor) -> Tensor:
+    """Sparsemax by an active set: subtract the threshold of all, drop those that become negative, and repeat."""
+    active = list(range(len(logits)))
+    while True:
+        threshold = (sum((logits[e].double() for e in active), torch.zeros(()).double()) - 1) / len(active)
+        kept = [e for e in active if logits[e].double() > threshold]
+        if kept == active:
+            zero = torch.zeros(()).double()
+            return torch.stack([logits[e] - threshold if e in active else zero for e in range(len(logits))])
+        active = kept
+
+
+def sparse_row(row: Tensor, sparsity: int, gamma: float) -> Tensor:
+    """The projection of the largest entries of row / gamma onto the simplex."""
+    best = top(row.detach().float(), sparsity).tolist()
+    entries = project(torch.stack([row[e] / gamma for e in best]))
+    zero = torch.zeros(()).double()
+    return torch.stack([entries[best.index(e)] if e in best else zero for e in range(len(row))])
+
+
+def sparse_transport(read: Tensor, real: list[bool], sparsity: int, gamma: float, iterations: int = 50) -> Tensor:
+    """The potentials of sparse transport: steps along the relative excess of each column, which become smaller."""
+    rows = [row.detach().double() for row, is_real in zip(read, real, strict=True) if is_real]
+    experts = read.shape[1]
+    v = torch.zeros(experts).double()
+    if len(rows) < experts:
+        return v
+    size = sum(float(row.max() - row.min()) for row in rows) / len(rows) / 2
+    for step in range(iterations):
+        plan = [sparse_row(row + v, sparsity, gamma) for row in rows]
+        for e in range(experts):
+            excess = sum(float(x[e]) for x in plan) * experts / len(rows) - 1
+            v[e] -= size * iterations ** (-2 * step / iterations) * max(-1.0, min(1.0, excess))
+    return v - v.mean()
+
+
+def balanced(select: Selector, logits: Tensor, real: list[bool], informed: bool) -> Tensor:
+    """The logits that gates are computed from: with the potentials, if Sinkhorn is sparse or comes before an informer."""
+    if not isinstance(select, Sinkhorn) or not (informed or select.sparsity):
+        return logits
+    if not select.training:
+        return logits + select.running if select.has_bias else logits
+    v = sparse_transport(logits, real, select.sparsity, select.gamma) if select.sparsity else potentials(logits, real)
+    return logits + v.float()
+
+
+def sets_of(
+    select: Selector, keys: Tensor, gates: Tensor, read: Tensor, real: list[bool], informed: bool
+) -> list[list[int]]:
     """Return the experts of each token."""
     assert isinstance(select, ExpertChoice | Sinkhorn | BaseAssignment)
     own: list[list[int]] = top(keys, select.k).tolist()
     if isinstance(select, ExpertChoice) and (select.training or select.evaluate == "same"):
         taken = expert_choice(select, keys, gates, read, real)
-    elif isinstance(select, Sinkhorn) and (select.training or select.has_bias):
+    elif isinstance(select, Sinkhorn) and select.sparsity and not informed:
+        return [[e for e in mine if row[e] > 0] for mine, row in zip(own, gates, strict=True)]
+    elif isinstance(select, Sinkhorn) and not informed and (select.training or select.has_bias):
         v = potentials(read, real) if select.training else select.running
         return top(read + v, select.k).tolist()  # type: ignore[no-any-return]
     elif isinstance(select, BaseAssignment) and select.training:
@@ -88,9 +138,10 @@ def sets_of(select: Selector, keys: Tensor, gates: Tensor, read: Tensor, real: l
     return [mine if is_real else plain for mine, plain, is_real in zip(taken, own, real, strict=True)]
 
 
-def weights_of(select: Any, experts: list[int], gates: Tensor, logits: Tensor) -> list[Tensor]:
+def weights_of(select: Any, experts: list[int], gates: Tensor, logits: Tensor, informed: bool) -> list[Tensor]:
     """Return the weights of any set of experts of one token."""
-    if isinstance(select, BaseAssignment) or (isinstance(select, Sinkhorn) and select.k == 1):
+    one = isinstance(select, Sinkhorn) and select.k == 1 and not (informed or select.sparsity)
+    if isinstance(select, BaseAssignment) or one:
         return [1 / (1 + torch.exp(-logits[e])) for e in experts]
     if isinstance(select, ExpertChoice):
         return [gates[e] / gates.sum().clamp_min(1e-38) for e in experts]
@@ -99,22 +150,24 @@ def weights_of(select: Any, experts: list[int], gates: Tensor, logits: Tensor) -
     return [gates[e] / total for e in experts]
 
 
-def batch_wide(select: Selector, keys: Tensor, gates: Tensor, read: Tensor, real: list[bool]) -> list[Chosen]:
+def batch_wide(
+    select: Selector, keys: Tensor, gates: Tensor, read: Tensor, real: list[bool], informed: bool
+) -> list[Chosen]:
     """Return the experts of each token and their weights, best first."""
     found = []
-    for experts, key, g, row in zip(sets_of(select, keys, gates, read, real), keys, gates, read, strict=True):
-        ordered = sorted(experts, key=lambda e: (-float(key[e]), e))
-        found.append((ordered, weights_of(select, ordered, g, row)))
+    for experts, key, g, row in zip(sets_of(select, keys, gates, read, real, informed), keys, gates, read, strict=True):
+        ordered = sorted(experts, key=lambda e: (-float(key[e].detach()), e))
+        found.append((ordered, weights_of(select, ordered, g, row, informed)))
     return found
 
 
 def limited(
-    capacity: Capacity, chosen: list[Chosen], keys: Tensor, gates: Tensor, read: Tensor, real: list[bool]
+    capacity: Capacity, chosen: list[Chosen], keys: Tensor, gates: Tensor, read: Tensor, real: list[bool], informed: bool
 ) -> list[Chosen]:
     """Return the experts of each token, and their weights, after the limit."""
     sets = limit_sets([experts for experts, _ in chosen], keys.detach(), gates.detach(), real, capacity)
     return [
-        (experts, weights) if set(kept) == set(experts) else (kept, weights_of(capacity.base, kept, g, row))
+        (experts, weights) if set(kept) == set(experts) else (kept, weights_of(capacity.base, kept, g, row, informed))
         for (experts, weights), kept, g, row in zip(chosen, sets, gates, read, strict=True)
     ]
 
@@ -125,7 +178,9 @@ def limit_sets(
     """Return the experts that each token gets; one token, one expert and one place at a time."""
     experts = gates.shape[1]
     tokens = [t for t, is_real in enumerate(real) if is_real]
-    places = ceil_share(sum(len(requested[t]) for t in tokens), capacity.factor, experts)
+    slots = sum(len(requested[t]) for t in tokens)
+    factors = capacity.factor if isinstance(capacity.factor, list) else [capacity.factor] * experts
+    places = [ceil_share(slots, factor, experts) for factor in factors]  # of each expert
     lists = [
         mine + [e for e in top(key, experts).tolist() if e not in mine and g[e] > 0]
         for mine, key, g in zip(requested, keys, gates, strict=True)
@@ -148,25 +203,25 @@ def limit_sets(
             while lacking and asked[t] < len(lists[t]):
                 expert = lists[t][asked[t]]
                 asked[t] += 1
-                kept = best(expert, [*held[expert], t], places)
+                kept = best(expert, [*held[expert], t], places[expert])
                 bumped = [other for other in [*held[expert], t] if other not in kept]
                 held[expert] = kept
                 lacking -= t in kept
                 queue += [other for other in bumped if other != t]
     else:
         for expert in range(experts):
-            held[expert] = best(expert, [t for t in tokens if expert in requested[t]], places)
+            held[expert] = best(expert, [t for t in tokens if expert in requested[t]], places[expert])
         tried = [set(mine) for mine in requested]
         asking: dict[int, list[int]] = {0: []}
         while asking and capacity.policy == "next":
             asking = {}
             for t in tokens:
                 lacking = len(requested[t]) - sum(t in members for members in held)
-                free = [e for e in lists[t] if e not in tried[t] and len(held[e]) < places][:lacking]
+                free = [e for e in lists[t] if e not in tried[t] and len(held[e]) < places[e]][:lacking]
                 tried[t] |= set(free)
                 for expert in free:
                     asking.setdefault(expert, []).append(t)
             for expert, mine in asking.items():
-                held[expert] = held[expert] + best(expert, mine, places - len(held[expert]))
+                held[expert] = held[expert] + best(expert, mine, places[expert] - len(held[expert]))
     got = [[e for e in wanted if t in held[e]] for t, wanted in enumerate(lists)]
     return [mine if is_real else asked_for for mine, asked_for, is_real in zip(got, requested, real, strict=True)]

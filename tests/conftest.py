@@ -3,7 +3,6 @@
 import gc
 import os
 import time
-from subprocess import CompletedProcess
 
 import hypothesis
 import pytest
@@ -52,23 +51,12 @@ def imports_are_no_garbage() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Start every test with the same random numbers, whichever tests ran before it in this process."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
-    """Run `holdfast` with these arguments in this process: in a new one, the imports take two to six seconds.
-
-    test_compare.py (slow), test_plan.py and test_routers.py check that a process prints the same and has the same exit code.
-    """
-    from holdfast_command import main
-
-    def run(*arguments: str, columns: int = 80) -> CompletedProcess[str]:
-        monkeypatch.setenv("COLUMNS", str(columns))
-        capsys.readouterr()
-        try:
-            code: object = main(list(arguments))
-        except SystemExit as end:  # after --help
-            code = end.code or 0
-        printed = capsys.readouterr()
-        assert isinstance(code, int)
-        return CompletedProcess(arguments, code, printed.out, printed.err)
-
-    return run
+    return Command(capsys, monkeypatch)

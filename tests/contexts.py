@@ -13,9 +13,6 @@ def on_device(context: Context, device: str) -> Context:
     attention, previous = context.attention, context.previous
     assert attention is not None and previous is not None
     heads: dict[str, Any] = {name: getattr(attention, name).to(device) for name in ("query", "key", "value", "output")}
-    rows: dict[str, Any] = {
-        name: getattr(previous.routing, name).to(device) for name in ("logits", "gates", "weights", "experts")
-    }
     mask = None if attention.mask is None else attention.mask.to(device)
     projection = copy.deepcopy(attention.projection).to(device)  # type: ignore[union-attr]
     return replace(
@@ -24,5 +21,5 @@ def on_device(context: Context, device: str) -> Context:
         token_ids=None if context.token_ids is None else context.token_ids.to(device),
         modality=None if context.modality is None else context.modality.to(device),
         attention=replace(attention, projection=projection, mask=mask, **heads),
-        previous=Previous(previous.tokens.to(device), replace(previous.routing, **rows)),
+        previous=Previous(previous.tokens.to(device), previous.routing.map_tokens(lambda rows: rows.to(device))),
     )

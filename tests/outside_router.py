@@ -4,7 +4,18 @@ import torch
 from torch import Tensor, nn
 
 import holdfast
-from holdfast.routing import Context, Cost, Order, Score, ScoreDeclarations, Values, gamma, linear_float32, unit
+from holdfast.routing import (
+    Context,
+    Cost,
+    LayerSizes,
+    Order,
+    Score,
+    ScoreDeclarations,
+    Values,
+    gamma,
+    linear_float32,
+    unit,
+)
 
 
 @holdfast.register("distance", stage="score", about="minus half the squared distance to a centre", paper="this page")
@@ -25,13 +36,18 @@ class Distance(Score):
 
     @property
     def declares(self) -> ScoreDeclarations:
-        # For `plan`: the logits are kept for the backward.
-        return ScoreDeclarations(cost=lambda sizes: Cost("score", kept=4 * sizes.experts), order=self.order)
+        return ScoreDeclarations(cost=self.cost, order=self.order)
+
+    def cost(self, sizes: LayerSizes) -> Cost:
+        """For `plan`: the logits are kept for the backward and, unless the model is float32, the token as float32."""
+        copied = 0 if sizes.number == 4 else 4 * sizes.dim  # `number`: bytes of a number of the model
+        return Cost("score", kept=4 * sizes.experts + copied)
 
     def order(self, tokens: Tensor, context: Context) -> Order:
         """For `certify`: |x|^2 is the same for all experts, so x.c / width^2 - |c|^2 / (2 width^2) has the logits' order."""
         centres = self.centres.detach().double()
-        longest, terms = float(centres.norm(dim=-1).max()), gamma(self.dim + 8, unit(torch.float32))
+        longest = float(centres.norm(dim=-1).max())
+        terms = gamma(self.dim + 8, unit(torch.float32))  # d terms, then at most 8 roundings
         return Order(
             matrix=centres / self.width**2,
             bias=-centres.square().sum(-1) / (2 * self.width**2),

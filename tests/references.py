@@ -1,11 +1,12 @@
 """Naive references of all routers: loops over tokens and experts, in the shape of the papers' equations."""
 
 import math
+import zlib
 from fractions import Fraction
 from typing import Any
 
 import torch
-from balanced_references import batch_wide, limited
+from balanced_references import balanced, batch_wide, limited, project, sparse_row
 from torch import Tensor, nn
 
 from holdfast.kernels.select import top_reference as top
@@ -29,11 +30,13 @@ from holdfast.routing import (
     TopK,
     TopP,
 )
+from holdfast.routing.balanced import Sinkhorn
 from holdfast.routing.capacity import Capacity
+from holdfast.routing.dropout import StepDropout
 from holdfast.routing.fixed import Distilled, EqualWeights, HashedIds
-from holdfast.routing.hierarchy import GroupedRule, Hierarchical
+from holdfast.routing.hierarchy import Grouped, GroupedRule, Hierarchical, TwoLevelLinear
 from holdfast.routing.noise import GaussianNoise, GumbelNoise, ScaledNoise, UniformNoise
-from holdfast.routing.scores import ModalityLinear
+from holdfast.routing.scores import ModalityLinear, TwoLayer
 from holdfast.routing.thresholds import Sparsemax
 
 Chosen = tuple[list[int], list[Tensor]]  # the experts of one token and their weights
@@ -51,7 +54,31 @@ def cosine(score: Cosine, x: Tensor) -> Tensor:
     return torch.stack([(z @ e.double()) / (z.norm() * e.double().norm()) / temperature[0] for e in score.embeddings])
 
 
-SCORES: dict[type, Any] = {Linear: linear, Frozen: linear, Cosine: cosine}
+def two_levels(score: TwoLevelLinear, x: Tensor) -> Tensor:
+    """log(q_group r_e), q a softmax over groups and r one within each group, plus a number that all experts share."""
+    values = linear(score, x)  # type: ignore[arg-type]
+    group = [e * score.groups // score.experts for e in range(score.experts)]
+    logits = []
+    for e in range(score.experts):
+        same = [values[f].exp() for f in range(score.experts) if group[f] == group[e]]
+        logits.append(values[score.experts + group[e]] + (values[e].exp() / sum(same)).log())
+    return torch.stack(logits)
+
+
+def two_layer(score: TwoLayer, x: Tensor) -> Tensor:
+    rows = zip(score.hidden, score.hidden_bias, strict=True)
+    hidden = torch.stack([((x.double() * row.double()).sum() + c).clamp_min(0) for row, c in rows])
+    logits = torch.stack([(hidden * row.double()).sum() for row in score.weight])
+    return logits if score.bias is None else logits + score.bias
+
+
+SCORES: dict[type, Any] = {
+    Linear: linear,
+    Frozen: linear,
+    Cosine: cosine,
+    TwoLayer: two_layer,
+    TwoLevelLinear: two_levels,
+}
 
 
 def hashed(score: HashedIds, token: int) -> Tensor:
@@ -222,13 +249,14 @@ def similar(informer: Similarity, gates: Tensor, logits: Tensor, tokens: Tensor,
 
 
 def posterior(informer: AttentionPosterior, gates: Tensor, logits: Tensor, tokens: Tensor, context: Context) -> Tensor:
-    """A_h[i,j] exp(-|u_i - o_jh|^2 / 2 sigma^2), of the head with the lowest running entropy, or of all heads together."""
+    """A_h[i,j] exp(-|u_i - o_jh|^2 / 2 sigma^2), of the head with the lowest mean entropy, or of all heads together."""
     attention = context.attention
     assert attention is not None and attention.projection is not None
     count = attention.query.shape[1]
     heads = list(range(count))
     if informer.heads != "all":
-        heads = [min(heads, key=lambda h: (float(informer.entropy[h]), h))]
+        entropy = informer.entropy if informer.stats == "running" else head_entropies(attention, context)
+        heads = [min(heads, key=lambda h: (float(entropy[h]), h))]
     mixed = []
     for sequence in range(gates.shape[0]):
         joint = []  # for each head, log A_h[i,j] - |u_i - o_jh|^2 / 2 sigma^2
@@ -246,6 +274,21 @@ def posterior(informer: AttentionPosterior, gates: Tensor, logits: Tensor, token
         ]
         mixed.append(torch.stack(weights).sum(0) @ gates[sequence].double())
     return with_strength(informer, gates, mixed, context)
+
+
+def head_entropies(attention: Attention, context: Context) -> list[float]:
+    """The sum of each head's attention entropies over the real tokens of the batch."""
+    (sequences, count, length), sums = attention.query.shape[:3], []
+    for head in range(count):
+        total = 0.0
+        for sequence in range(sequences):
+            q, k, *_ = head_of(attention, sequence, head, count)
+            weights = token_weights(q @ k.t() / q.shape[-1] ** 0.5, context, sequence, context.causal).detach()
+            for i in range(length):
+                if context.token_mask is None or context.token_mask[sequence, i]:
+                    total -= sum(float(w) * math.log(float(w)) for w in weights[i] if w > 0)
+        sums.append(total)
+    return sums
 
 
 def head_shares(joint: list[Tensor], context: Context, sequence: int, entropies: list[float] | None) -> list[Tensor]:
@@ -319,10 +362,10 @@ def strip_widths(select: SmoothTopK, keys: Tensor, logits: Tensor, real: list[bo
     """The width of each token's strip.
 
     In training there are rows for twice the budget of extra experts, for real tokens and with the rest for padding. The
-    strips of each end where their next expert would need a row.
+    strips of each end where their next expert would need a row. With rows=all they end nowhere.
     """
     eps = select.eps()
-    if not select.training or 2 * select.budget >= select.slots - select.k:
+    if not select.training or select.spare is None or 2 * select.budget >= select.slots - select.k:
         return [eps] * len(real)
     rows_of_real = math.ceil(2 * Fraction(str(select.budget)) * sum(real))
     rows = {True: rows_of_real, False: math.ceil(2 * Fraction(str(select.budget)) * len(real)) - rows_of_real}
@@ -362,25 +405,13 @@ def smooth(select: SmoothTopK, key: Tensor, gates: Tensor, logits: Tensor, infor
     return list(kept), softmax(list(kept.values()))
 
 
-def project(logits: Tensor) -> Tensor:
-    """Sparsemax by an active set: subtract the threshold of all, drop those that become negative, and repeat."""
-    active = list(range(len(logits)))
-    while True:
-        threshold = (sum((logits[e].double() for e in active), torch.zeros(()).double()) - 1) / len(active)
-        kept = [e for e in active if logits[e].double() > threshold]
-        if kept == active:
-            zero = torch.zeros(()).double()
-            return torch.stack([logits[e] - threshold if e in active else zero for e in range(len(logits))])
-        active = kept
-
-
 def sparsemax(select: Sparsemax, key: Tensor, gates: Tensor, logits: Tensor, informed: bool) -> Chosen:
     weights = project(logits)
     experts = [e for e in top(key, key.shape[-1]).tolist() if weights[e] > 0 and gates[e] > 0]
     return experts, [weights[e] for e in experts]
 
 
-def hierarchical(select: Hierarchical, key: Tensor, gates: Tensor, logits: Tensor, informed: bool) -> Chosen:
+def in_groups(select: Grouped | Hierarchical, key: Tensor, gates: Tensor, logits: Tensor, informed: bool) -> Chosen:
     rule = select.rule
     if not isinstance(rule, GroupedRule):  # all groups are kept
         return top_k(select, key, gates, logits, informed)
@@ -391,6 +422,14 @@ def hierarchical(select: Hierarchical, key: Tensor, gates: Tensor, logits: Tenso
     allowed = [e for e in range(select.experts) if e * rule.groups // select.experts in kept]
     masked = torch.tensor([float(key[e]) if e in allowed else -torch.inf for e in range(select.experts)])
     return top_k(select, masked, gates, logits, informed)
+
+
+def own_groups(select: Hierarchical, row: Tensor, modality: Tensor) -> Tensor:
+    """Groups of other modalities have logits whose gates are 0."""
+    assert select.modalities is not None
+    of = [(e * select.groups // select.experts) * select.modalities // select.groups for e in range(select.experts)]
+    lowest = min(float(row[e].detach()) for e in range(select.experts) if of[e] == modality)
+    return torch.stack([row[e] if of[e] == modality else torch.tensor(lowest - 104) for e in range(select.experts)])
 
 
 def equal_weights(select: EqualWeights, key: Tensor, gates: Tensor, logits: Tensor, informed: bool) -> Chosen:
@@ -416,7 +455,8 @@ SELECTORS: dict[type, Any] = {
     TopP: top_p,
     ReLU: relu,
     Sparsemax: sparsemax,
-    Hierarchical: hierarchical,
+    Grouped: in_groups,
+    Hierarchical: in_groups,
     EqualWeights: equal_weights,
 }
 
@@ -426,6 +466,8 @@ def gate(select: Selector, logits: Tensor) -> Tensor:
         return torch.relu(logits)
     if isinstance(select, Distilled):
         return 1 / (1 + torch.exp(-logits))
+    if isinstance(select, Sinkhorn) and select.sparsity:
+        return sparse_row(logits, select.sparsity, select.gamma)
     return project(logits) if isinstance(select, Sparsemax) else torch.stack(softmax(list(logits)))
 
 
@@ -443,12 +485,36 @@ def noise(module: nn.Module | None, tokens: Tensor, experts: int) -> list[Tensor
 
 def noisy(module: nn.Module, logits: Tensor, x: Tensor, drawn: Tensor) -> Tensor:
     if isinstance(module, GumbelNoise):
-        return (logits + drawn) / module.temperature
+        return logits + drawn / module.temperature
     assert isinstance(module, ScaledNoise)
     if module.weight is None:
         return logits + drawn * float(module.std or 0)
     scale = torch.stack([torch.log1p(torch.exp((x.double() * row.double()).sum())) for row in module.weight])
     return logits + drawn * scale
+
+
+def mixed(number: int) -> int:
+    """Return 32 mixed bits of a number of 32 bits."""
+    for _ in range(2):
+        number = ((number >> 16) ^ number) * 0x45D9F3B % 2**32
+    return (number >> 16) ^ number
+
+
+def dropped(router: Router, tokens: Tensor) -> Tensor | None:
+    """Return bool (T,E): the experts that expert dropout takes out; None if there is none."""
+    module = router.dropout if router.training else None
+    if module is None:
+        return None
+    if isinstance(module, StepDropout):
+        start = mixed(mixed(int(module.forwards)) ^ zlib.crc32(router.layer.encode()))
+        draws = [[mixed(start ^ mixed(expert + 1)) / 2**32 for expert in range(router.experts)]] * tokens[..., 0].numel()
+    else:
+        draws = torch.rand(*tokens.shape[:2], router.experts).flatten(0, 1).tolist()
+    rows = []
+    for drawn in draws:
+        best = sorted(range(router.experts), key=lambda expert: -drawn[expert])[: module.k]
+        rows.append([drawn[expert] < module.drop and expert not in best for expert in range(router.experts)])
+    return torch.tensor(rows)
 
 
 def reference(router: Router, tokens: Tensor, context: Context) -> Routing:
@@ -460,11 +526,18 @@ def reference(router: Router, tokens: Tensor, context: Context) -> Routing:
         return soft_references.reference(router, tokens, context)
     capacity, select = (select, select.base) if isinstance(select, Capacity) else (None, select)
     logits = torch.stack(scored(score, tokens, context)).float()
-    gates = torch.stack([gate(select, row).float() for row in logits])
-    shape = (*tokens.shape[:2], -1)
-    gates = inform(router, gates.view(shape), logits.view(shape), tokens, context).flatten(0, 1)
+    if isinstance(router.select.noise, GumbelNoise):
+        logits = logits / router.select.noise.temperature
     informed = bool(router.informers)
-    read = gates.clamp_min(1.2e-38).log() if informed else logits
+    real = [True] * len(logits) if context.token_mask is None else context.token_mask.flatten().tolist()
+    base = balanced(select, logits, real, informed)
+    if isinstance(select, Hierarchical) and select.modalities is not None:
+        assert context.modality is not None
+        base = torch.stack([own_groups(select, *each) for each in zip(base, context.modality.flatten(), strict=True)])
+    gates = torch.stack([gate(select, row).float() for row in base])
+    shape = (*tokens.shape[:2], -1)
+    gates = inform(router, gates.view(shape), base.view(shape), tokens, context).flatten(0, 1)
+    read = gates.clamp_min(1.2e-38).log() if informed else base
     module = router.select.noise if router.training else None
     drawn = noise(module, tokens, router.experts)
     if module is not None and drawn is not None:
@@ -476,8 +549,15 @@ def reference(router: Router, tokens: Tensor, context: Context) -> Routing:
             gates = noised_gates.where(gates > 0, 0.0) if isinstance(select, ReLU) else noised_gates
         else:
             gates = torch.stack([gate(select, row).float() for row in read])
+    lost = dropped(router, tokens)
+    if lost is not None:
+        gates = gates.where(~lost, 0.0)
+        if informed:
+            read = gates.clamp_min(1.2e-38).log()
+        else:
+            read = read.where(~lost, -1e38)
+            gates = torch.stack([gate(select, row).float() for row in read]) if isinstance(select, Sparsemax) else gates
     keys = gates if informed else read
-    real = [True] * len(gates) if context.token_mask is None else context.token_mask.flatten().tolist()
     choose = SELECTORS.get(type(select))
     if isinstance(select, Distilled):
         chosen = [distilled(select, *each) for each in zip(ids_of(context), keys, gates, strict=True)]
@@ -485,17 +565,17 @@ def reference(router: Router, tokens: Tensor, context: Context) -> Routing:
         widths = strip_widths(select, keys, read, real)
         chosen = [smooth(select, *each[:3], informed, each[3]) for each in zip(keys, gates, read, widths, strict=True)]
     elif choose is None:
-        chosen = batch_wide(select, keys, gates, read, real)
+        chosen = batch_wide(select, keys, gates, read, real, informed)
     else:
         chosen = [choose(select, key, g, row, informed) for key, g, row in zip(keys, gates, read, strict=True)]
     if capacity is not None:
-        chosen = limited(capacity, chosen, keys, gates, read, real)
+        chosen = limited(capacity, chosen, keys, gates, read, real, informed)
     slots = max(1, *(len(experts) for experts, _ in chosen))
     padded = [torch.tensor(experts + [router.experts] * (slots - len(experts))) for experts, _ in chosen]
     zero = torch.zeros(())
     weights = [torch.stack([w.float() for w in ws] + [zero] * (slots - len(ws))) for _, ws in chosen]
     losses = own_losses(router, gates, chosen, context) if router.training else {}
-    return Routing(logits, gates, torch.stack(padded), torch.stack(weights), losses)
+    return Routing(logits if informed else base, gates, torch.stack(padded), torch.stack(weights), losses)
 
 
 def inform(router: Router, gates: Tensor, logits: Tensor, tokens: Tensor, context: Context) -> Tensor:

@@ -7,8 +7,7 @@ from torch import Tensor
 from holdfast.kernels.select import top_reference as top
 from holdfast.layers import Experts
 from holdfast.routing import Clustered, Context, Router, Routing
-from holdfast.routing.merging import Merged, SequenceScore
-from holdfast.routing.slots import SlotScore
+from holdfast.routing.soft import Merged, SequenceScore, SlotScore
 
 
 def real_tokens(tokens: Tensor, context: Context) -> Tensor:

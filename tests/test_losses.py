@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from wording import assert_refused
 
 import holdfast
 from holdfast import Losses, Routing
@@ -118,8 +119,7 @@ def test_the_router_adds_its_losses_in_training_only() -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
 def test_a_coefficient_that_is_negative_or_not_finite_is_one_clear_sentence(value: float) -> None:
-    with pytest.raises(ValueError, match=f"z is {value}"):
-        Losses(z=value)
+    assert_refused(f"z is {value}", Losses, z=value)
 
 
 @pytest.mark.parametrize("name", losses.TERMS)
@@ -150,3 +150,46 @@ def test_a_term_of_several_processes_is_that_of_all_their_tokens(name: str) -> N
         torch.testing.assert_close(each, whole)
     (found,) = torch.autograd.grad(torch.stack(terms).mean(), logits)
     torch.testing.assert_close(found, expected)
+
+
+def test_consistency_is_the_jensen_shannon_divergence_of_each_real_token() -> None:
+    torch.manual_seed(0)
+    one, other = torch.rand(6, 4, requires_grad=True), torch.rand(6, 4, requires_grad=True)
+    with torch.no_grad():
+        one[0, 1] = other[0, 1] = other[1, 2] = 0
+    real = torch.tensor([True, True, False, True, True, True])
+    total = torch.zeros(())
+    for token in real.nonzero().flatten().tolist():
+        p, q = one[token] / one[token].sum(), other[token] / other[token].sum()
+        for expert in range(4):
+            m = (p[expert] + q[expert]) / 2
+            for part in (p[expert], q[expert]):
+                if part > 0:
+                    total = total + part * (part / m).log() / 2
+    found = losses.consistency(routing(one, evenly(6)), routing(other, evenly(6)), real)
+    torch.testing.assert_close(found, total / 5)
+    for leaf in (one, other):
+        (expected,) = torch.autograd.grad(total / 5, leaf, retain_graph=True)
+        (gradient,) = torch.autograd.grad(found, leaf, retain_graph=True)
+        assert gradient.isfinite().all()  # at a gate of 0 the slope is infinite, and the loss has a finite one
+        torch.testing.assert_close(gradient[2:], expected[2:])
+
+
+def test_consistency_of_equal_views_is_0_and_of_views_without_a_common_expert_log_2() -> None:
+    torch.manual_seed(0)
+    one = routing(torch.rand(8, 4), evenly())
+    torch.testing.assert_close(losses.consistency(one, one), torch.tensor(0.0))
+    left, right = torch.tensor([[0.5, 0.5, 0.0, 0.0]]), torch.tensor([[0.0, 0.0, 3.0, 0.0]])
+    found = losses.consistency(routing(left.expand(8, 4), evenly()), routing(right.expand(8, 4), evenly()))
+    torch.testing.assert_close(found, torch.tensor(math.log(2)))
+
+
+def test_views_of_unequal_length_are_compared_by_their_mean_gates() -> None:
+    torch.manual_seed(0)
+    one, other = torch.rand(8, 4), torch.rand(5, 4)
+    one_mask, other_mask = torch.arange(8) < 6, torch.arange(5) > 0
+    found = losses.consistency(routing(one, evenly()), routing(other, evenly(5)), one_mask, other_mask=other_mask)
+    p = (one[:6] / one[:6].sum(-1, keepdim=True)).mean(0)
+    q = (other[1:] / other[1:].sum(-1, keepdim=True)).mean(0)
+    m = (p + q) / 2
+    torch.testing.assert_close(found, ((p * (p / m).log()).sum() + (q * (q / m).log()).sum()) / 2)

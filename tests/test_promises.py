@@ -6,20 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import holdfast
+from holdfast_command import COMMANDS
 
 STORED = Path(__file__).with_name("promises.json")
 
 
 def promises() -> dict[str, Any]:
     from holdfast.attacks.registry import ATTACKS
-    from holdfast.cli.main import COMMANDS
+    from holdfast.cli.main import command_class
     from holdfast.hub.families import DENSE_FAMILIES, MOE_FAMILIES
     from holdfast.metrics.registry import METRICS
     from holdfast.train import recipes
 
     return {
         "names": sorted(holdfast.__all__),
-        "options": {name: sorted(entry.name for entry in fields(kind)) for name, kind in COMMANDS.items()},  # type: ignore[arg-type]
+        "options": {name: sorted(entry.name for entry in fields(command_class(name))) for name in COMMANDS},
         "routers": sorted(holdfast.list_routers()),
         "families": sorted([*DENSE_FAMILIES, *MOE_FAMILIES]),
         "recipes": sorted(recipes()),

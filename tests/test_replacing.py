@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import holdfast
-from holdfast.replacing import recover_folder, replace_folder
+from holdfast.files import recover_folder, replace_folder
 
 
 def write(text: str) -> Callable[[Path], None]:

@@ -71,6 +71,11 @@ class Plot:
         placed = " ".join("{:.1f},{:.1f}".format(*self.at(x, y)) for x, y in points)
         return f'<polyline class="line{kind}" points="{placed}"/>'
 
+    def band(self, low: Sequence[tuple[float, float]], high: Sequence[tuple[float, float]]) -> str:
+        """Return the area between two curves; draw it before a curve that lies in it."""
+        placed = " ".join("{:.1f},{:.1f}".format(*self.at(x, y)) for x, y in [*low, *reversed(high)])
+        return f'<polygon class="shade0" opacity="0.45" points="{placed}"/>'
+
     def dots(self, points: Sequence[tuple[float, float]], kind: int) -> list[str]:
         return ['<circle class="fill{}" cx="{:.1f}" cy="{:.1f}" r="4.5"/>'.format(kind, *self.at(x, y)) for x, y in points]
 

@@ -19,9 +19,9 @@ def stored_numbers(names: dict[str, Any]) -> dict[str, Any]:
         "top_k": {name: names["numbers"][f"output.{name}.flip"] for name in shown},
         "smooth": {
             str(eps): {
-                "experts_per_token": trial["cost"]["experts_per_token"]["after"],
-                "perplexity": trial["cost"]["perplexity"]["after"],
-                "by_flips": {name: trial["flip_output"][name]["after"] for name in shown},
+                "experts_per_token": trial.cost["experts_per_token"].after,
+                "perplexity": trial.cost["perplexity"].after,
+                "by_flips": {name: trial.flip_output[name].after for name in shown},
             }
             for eps, trial in trials.items()
         },

@@ -17,7 +17,7 @@ def stored_numbers(names: dict[str, Any]) -> dict[str, Any]:
     rows = names["more"].rows
     return {
         "seeds": len(rows[0].seeds),
-        "baseline": {"router": rows[0].router, "perplexity": rows[0].clean},
+        "title": f"Difference of the perplexity to {rows[0].router} ({rows[0].clean:.1f})",
         "rows": [
             {
                 "router": row.router,
@@ -30,7 +30,7 @@ def stored_numbers(names: dict[str, Any]) -> dict[str, Any]:
 
 
 def picture(numbers: dict[str, Any]) -> str:
-    rows, baseline = numbers["rows"], numbers["baseline"]
+    rows = numbers["rows"]
     reach = max(abs(row[key]) for row in rows for key in ("low", "high"))
     step = 10 ** math.floor(math.log10(reach))
     step *= next(times for times in (0.5, 1, 2, 5) if reach / (step * times) <= 4)
@@ -41,7 +41,7 @@ def picture(numbers: dict[str, Any]) -> str:
 
     bottom = TOP + ROW * len(rows)
     parts = heading(
-        f"Difference of the perplexity to {baseline['router']} ({baseline['perplexity']:.1f})",
+        numbers["title"],
         f"Mean of {numbers['seeds']} seeds and 95% interval; left of 0 is better",
     )
     for place in range(-4, 5):
@@ -58,4 +58,4 @@ def picture(numbers: dict[str, Any]) -> str:
             f'<circle class="fill{kind}" cx="{at(row["mean"]):.1f}" cy="{y:.1f}" r="5.5"/>',
         ]
     parts.append(text(EDGE, bottom + 46, "Solid: the interval contains 0, no difference. Dashed: it does not.", "small"))
-    return chart(bottom + 62, "Differences of the perplexity to the baseline with 95% intervals", parts)
+    return chart(bottom + 62, numbers["title"] + ", with 95% intervals", parts)

@@ -3,11 +3,10 @@
 Its numbers are from one audit of the demo's trained `smoe`: results/demo/audit/audit.json of `make demo`.
 """
 
+import math
 from typing import Any
 
 from svg_parts import EDGE, INSIDE, WIDTH, bar, origin, page, text
-
-from holdfast.report.page_shell import short_share
 
 COMMANDS = ["holdfast compare --out results/demo", "holdfast audit results/demo/cells/smoe-seed0 --what-if smooth"]
 MEASURES = ("router", "cost", "flips", "flip_output", "output", "prediction_flips")  # stored of `what_if`
@@ -44,30 +43,29 @@ def perturbations(stored: dict[str, Any]) -> dict[str, str]:
 
 
 def picture(stored: dict[str, Any]) -> str:
-    """Return the SVG: for each perturbation, what remains of the output change by flips, and the total with and without."""
+    """Return the SVG: for each perturbation, the output change by flips and in total, with top-k and with smooth."""
     result = stored["what_if"]
     flips, total, cost = result["flip_output"], result["output"], result["cost"]
     labels = perturbations(stored)
-    remaining = {name: flips[name]["after"] / flips[name]["before"] for name in labels}
-    rows = sorted(remaining, key=remaining.__getitem__)
+    rows = sorted(labels, key=lambda name: flips[name]["after"] / flips[name]["before"])
     parts = [
         text(EDGE, 34, "What smooth changes, without training", "title"),
         text(EDGE, 60, "A flip is a token that goes to other experts."),
         text(EDGE, 82, "Grey: how much flips change a layer's output (top-k)."),
-        text(EDGE, 104, "Blue: what remains with smooth on the same weights."),
-        text(EDGE, 126, "Total: the whole change of the output, by flips or not.", "small"),
+        text(EDGE, 104, "Blue: the same with smooth, as a part of the grey."),
+        text(EDGE, 126, "Changes are in % of the output; total: by flips or not.", "small"),
     ]
     for number, name in enumerate(rows):
         y = TOP + ROW * number
         before, after = flips[name]["before"], flips[name]["after"]
-        blue = INSIDE * min(remaining[name], 1.0)
+        blue = INSIDE * min(after / before, 1.0)
         parts += [
             text(EDGE, y, labels[name]),
-            text(WIDTH - EDGE, y, f"{short_share(before)} → {short_share(after)}", "end"),
+            text(WIDTH - EDGE, y, f"flips: {two_digits(before / after)} times less", "end"),
             bar(EDGE, y + 6, INSIDE, BAR, "grey"),
             bar(EDGE, y + 6, blue, BAR, "blue"),
-            text(min(EDGE + blue + 6, WIDTH - EDGE - 100), y + 20, f"{short_share(remaining[name])} remains"),
-            text(EDGE, y + 41, f"total {short_share(total[name]['before'])} → {short_share(total[name]['after'])}", "small"),
+            text(EDGE, y + 41, f"by flips {change(flips[name])}", "small"),
+            text(WIDTH - EDGE, y + 41, f"total {change(total[name])}", "small end"),
         ]
     perplexity, used = cost["perplexity"], cost["experts_per_token"]
     ratios = [total[name]["after"] / total[name]["before"] for name in rows]
@@ -81,6 +79,17 @@ def picture(stored: dict[str, Any]) -> str:
     ]
     label = "Output change with top-k and with smooth, for each perturbation: the part caused by flips, and the total"
     return page(end + 116, label, parts)
+
+
+def two_digits(value: float) -> str:
+    """Return a positive number with two significant digits, however small or large: 0.0000060, 1.8, 3,300."""
+    places = 1 - math.floor(math.log10(float(f"{value:.1e}")))
+    return f"{round(value, places):,.{max(places, 0)}f}"
+
+
+def change(pair: dict[str, float]) -> str:
+    """Return a change of the output with top-k and with smooth, in percent of the output."""
+    return f"{two_digits(100 * pair['before'])}% → {two_digits(100 * pair['after'])}%"
 
 
 def changed_predictions(pairs: dict[str, dict[str, float]], rows: list[str]) -> str:

@@ -6,7 +6,7 @@ python docs/site/paper_pages.py            # write them again, after a change of
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from holdfast.report.published import published_table
+from holdfast.report.comparison_tables import published_table
 from holdfast.train.papers import Paper, Preset, load_papers
 
 DOCS = Path(__file__).resolve().parent.parent
@@ -75,13 +75,16 @@ def _preset(name: str, preset: Preset, shared: Sequence[str]) -> Iterator[str]:
     yield f"## {name.partition(':')[2]}\n\n{preset.title} ({', '.join(preset.covers)}).\n"
     if preset.command is not None:
         yield f"```console\n$ {preset.command}\n```\n"
+    elif preset.recipe is None:
+        yield "It cannot be run here.\n"
     else:
         start = "" if preset.start is None else f" --from runs/{preset.start}"
         yield f"```console\n$ holdfast compare --paper {name}{start}\n```\n"
         changed = "".join(f", `{key}={value}`" for key, value in preset.set.items())
         seeds = f"{preset.seeds} seed{'s' if preset.seeds > 1 else ''}"
+        swept = "".join(f"; for each router the best `{key}` of {values}" for key, values in preset.sweep.items())
         routers = ", ".join(f"`{router}`" for router in preset.routers)
-        yield f"Recipe `{preset.recipe}`{changed}; {seeds}. Routers: {routers}.\n"
+        yield f"Recipe `{preset.recipe}`{changed}; {seeds}{swept}. Routers: {routers}.\n"
     if preset.published.rows:
         table = published_table(preset.published)
         yield "| " + " | ".join(map(escaped, table.columns)) + " |"

@@ -2,10 +2,10 @@
 
     python docs/site/router_pages.py            # write them again, after a change of a router, of results or of times
 
-By hand are only the idea, some formulas, warnings and the papers, in router_texts.yaml. Everything else is read from
+By hand are only the idea, the formulas, warnings and the papers, in router_texts.yaml. Everything else is read from
 where it is true:
 
-    formula, options    docstrings and constructors of the router's parts
+    options             docstrings and constructors of the router's parts
     picture             what the router does on the line between two tokens (router_slices.py), drawn to pictures/NAME.svg
     traits, needs       what the router declares, built at the sizes below
     cost                what its parts declare at the sizes below, and the times in docs/performance.md
@@ -61,8 +61,6 @@ READS = {
     "modality": "the modality of each token",
 }
 
-ABOUT_ALL_PARTS = ("holdfast.routing.parts", "holdfast.routing.state")  # modules whose docstrings describe no router
-
 # The sizes of the costs: those of the tables in docs/performance.md (olmoe).
 K, HIDDEN = 8, 1024
 SIZES = LayerSizes(
@@ -110,7 +108,7 @@ def page(preset: Preset) -> str:
         "## Picture",
         *_picture(preset.name),
         "## Options",
-        _options(preset, parts),
+        _options(preset, parts, router),
         "## Traits",
         _traits(router, TEXTS[preset.name].get("traits", "")),
         "## Cost",
@@ -189,24 +187,11 @@ def names_in(text: str) -> set[str]:
 
 
 def _formulas(name: str, parts: dict[str, type[Part]]) -> Iterator[str]:
-    """Yield the first formulas of each module that is only about this router, and the text of each part's docstring.
-
-    A module with parts of other routers describes all of them, so there the formula of router_texts.yaml is used.
-    """
-    if "formula" in TEXTS[name]:
-        yield "\n".join(["```text", TEXTS[name]["formula"].rstrip(), "```"])
-    bases = [base.__module__ for part in parts.values() for base in reversed(part.__mro__) if issubclass(base, Part)]
-    others = {part.__module__ for preset in own_presets() for part in _parts(preset).values() if part not in parts.values()}
-    for module in dict.fromkeys(bases):
-        if module in others or module in ABOUT_ALL_PARTS:
-            continue
-        blocks = re.findall(r"(?:^|\n\n)((?: {4}.*\n?)+)", inspect.cleandoc(sys.modules[module].__doc__ or ""))
-        if blocks:
-            yield "\n".join(["```text", inspect.cleandoc("\n" + blocks[0]).rstrip(), "```"])
+    """Yield the formulas, the names of the parts, and what their docstrings say after the first sentence, a formula too."""
+    yield TEXTS[name]["formula"].rstrip()
+    yield f"In Python: {', '.join(f'`{part.__name__}`' for part in parts.values())}."
     for part in parts.values():
-        first, *more = texts(inspect.getdoc(part) or "")
-        yield f"`{part.__name__}`: {first}"
-        yield from more
+        yield from texts(inspect.getdoc(part) or "")[1:]
 
 
 def _picture(name: str) -> Iterator[str]:
@@ -223,7 +208,7 @@ def _picture(name: str) -> Iterator[str]:
     )
 
 
-def _options(preset: Preset, parts: dict[str, type[Part]]) -> str:
+def _options(preset: Preset, parts: dict[str, type[Part]], router: Router) -> str:
     """Return a table of options: names, values and defaults from the constructors of parts, texts from their docstrings."""
     rows: dict[str, str] = {}
     described = {name: text for part in parts.values() for name, text in _described(part).items()}
@@ -244,7 +229,12 @@ def _options(preset: Preset, parts: dict[str, type[Part]]) -> str:
     for option, value in preset.defaults.items():
         rows.setdefault(option, f"| `{option}` | | {_default(value)} | {of_top_k[option]} |")
     table = ["| option | values | default | meaning |", "|---|---|---|---|", *rows.values()]
-    shared = "`k`, `noise` and the options of the other stages are those of every router ([routers](../routers.md))."
+    used = {"`k`": REGISTRY.uses_k(preset.name), "`noise`": router.select.declares.takes_noise}
+    shared = ", ".join(name for name, is_used in used.items() if is_used)
+    shared = f"{shared} and the options" if shared else "The options"
+    shared += " of the other stages are those of every router ([routers](../routers.md))."
+    if not used["`k`"]:
+        shared += " It has no `k`: one in its name is an error."
     if not rows:
         return f"None of its own. {shared}"
     return "\n".join(table) + f"\n\n{shared}"
@@ -408,33 +398,24 @@ def _has_core(router: Router) -> bool:
 
 
 def _results(name: str) -> Iterator[str]:
-    """Yield the rows of docs/results.md and of the demo that name the router, and the claims about it."""
-    text = (DOCS / "results.md").read_text(encoding="utf-8")
+    """Yield the rows of docs/results.md and of the demo that name the router, those of its claims too."""
+    results = tables((DOCS / "results.md").read_text(encoding="utf-8"))
     demo = [one for one in tables((DOCS / "comparing.md").read_text(encoding="utf-8")) if one.heading == "The demo"]
-    withdrawn = False
     if "warning" in TEXTS[name]:
         yield " ".join(TEXTS[name]["warning"].split())
-    for table in [*tables(text), *demo]:
-        rows = [row for row in table.rows if name in router_names(row[0])]
-        if not rows or table.columns[0] != "router":
+    measured, last = False, ""
+    for table in [*results, *demo]:
+        rows = [row for row in table.rows if name in names_in(row[0])]
+        if not rows:
             continue
+        measured |= table in results
+        if table.heading != last:
+            yield f"**{table.heading}**" if table in results else f"**{DEMO}**"
+        last = table.heading
         baseline = [row for row in table.rows if row[0] == "`smoe`" and row not in rows]
-        withdrawn |= any(row[0].endswith("*") for row in rows)
         lines = [table.columns, ["---"] * len(table.columns), *baseline, *rows]
-        yield f"**{table.heading}**" if table not in demo else f"**{DEMO}**"
         yield "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    claims = [
-        row
-        for table in tables(text)
-        if table.columns[0] == "claim"
-        for row in table.rows
-        if row[0].startswith(TEXTS[name].get("claims", "no claims"))
-    ]
-    if claims:
-        yield "\n".join(["| claim | verdict at this scale |", "|---|---|", *(f"| {row[0]} | {row[1]} |" for row in claims)])
-    if withdrawn:
-        yield "\\*: withdrawn, because another router was measured under this name."
-    if claims or any(name in router_names(row[0]) for table in tables(text) for row in table.rows):
+    if measured:
         yield "[results](../results.md) has the setting, the intervals and the limits of these runs."
     else:
         yield "Not measured: [results](../results.md) has no model that was trained with it."

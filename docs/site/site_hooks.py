@@ -1,7 +1,9 @@
 """What `mkdocs build` needs besides mkdocs.yml.
 
 - Pages of the repository's top folder (README.md, CONTRIBUTING.md, ...) become pages of the site.
+- The leaderboard and the reports of docs/examples become pages as commands write them (report_pages.py).
 - The reference has one page for each package, with what its `__init__.py` exports.
+- Formulas become MathML (site_math.py).
 - Our Markdown is written for GitHub. Python-Markdown needs a blank line before a list or a table, four spaces before a
   nested list, and no backslash before a pipe in code.
 """
@@ -9,11 +11,17 @@
 import ast
 import posixpath
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
+import site_math
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+
+sys.path.append(str(Path(__file__).parent))
+
+import report_pages
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SOURCE = ROOT / "src" / "holdfast"
@@ -52,11 +60,20 @@ LIST_ITEM = re.compile(r"^(?P<indent> *)(?:[-*]|\d+\.) ")
 LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")
 
 
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Let Markdown read formulas."""
+    config.markdown_extensions.append(site_math.Formulas())  # type: ignore[arg-type]  # mkdocs passes it on to Markdown
+    config.mdx_configs["pymdownx.superfences"] = {"custom_fences": [site_math.FENCE]}
+    return config
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are not files of docs/."""
     for name, place in OUTSIDE.items():
         files.append(File.generated(config, place, abs_src_path=str(ROOT / name)))
     files.append(File.generated(config, "reference/holdfast.md", content=front_page()))
+    for place, content in report_pages.files().items():
+        files.append(File.generated(config, place, content=content))
     for package in PACKAGES:
         files.append(File.generated(config, f"reference/{package}.md", content=package_page(package)))
     return files
@@ -67,6 +84,11 @@ def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, files: File
     place = page.file.src_uri
     written = {site: name for name, site in OUTSIDE.items()}.get(place, f"{DOCS}{place}")
     return for_python_markdown(with_site_links(markdown, written, place))
+
+
+def on_post_page(output: str, page: Any, config: MkDocsConfig) -> str:
+    """Name the search for screen readers, which the theme does not."""
+    return output.replace(' role="dialog"', ' role="dialog" aria-label="Search"')
 
 
 def with_site_links(markdown: str, written: str, place: str) -> str:

@@ -1,45 +1,20 @@
-"""Holdfast: mixture-of-experts routing that holds."""
+"""Holdfast: mixture-of-experts routing that holds.
 
-from holdfast import geometry as geometry
-from holdfast.attacks import register_attack as register_attack
-from holdfast.auditing.geometry_run import measure_geometry as measure_geometry
-from holdfast.auditing.layer_certificates import certify_model as certify
-from holdfast.auditing.run import audit as audit
-from holdfast.comparing import compare as compare
-from holdfast.data import register_dataset as register_dataset
-from holdfast.hub import calibrate as calibrate
-from holdfast.hub import load as load
-from holdfast.hub import register_family as register_family
-from holdfast.hub import reroute as reroute
-from holdfast.hub import restore as restore
-from holdfast.hub import router_loss_scale as router_loss_scale
-from holdfast.hub import save as save
-from holdfast.hub import shard_experts as shard_experts
-from holdfast.hub import sparsify as sparsify
-from holdfast.hub import trace as trace
-from holdfast.hub import trainer_callback as trainer_callback
-from holdfast.layers import SMEAR as SMEAR
-from holdfast.layers import Experts as Experts
-from holdfast.layers import FeedForward as FeedForward
-from holdfast.layers import MoE as MoE
-from holdfast.layers import SoftMoE as SoftMoE
-from holdfast.layers.losses import Losses as Losses
-from holdfast.metrics import register_metric as register_metric
-from holdfast.mismatch import Rollout as Rollout
-from holdfast.mismatch import measure_mismatch as measure_mismatch
-from holdfast.planning import plan as plan
-from holdfast.plugins import load_plugin as load_plugin
-from holdfast.replaying import RolloutReplay as RolloutReplay
-from holdfast.replaying import Routes as Routes
-from holdfast.replaying import record as record
-from holdfast.replaying import replay as replay
-from holdfast.routing import Context as Context
-from holdfast.routing import Router as Router
-from holdfast.routing import Routing as Routing
-from holdfast.routing import create_router as create_router
-from holdfast.routing import list_routers as list_routers
-from holdfast.routing import register as register
+`import holdfast` imports neither torch nor transformers: it takes milliseconds, so that commands answer at once. The first
+use of a name imports the library (`holdfast.public`). What other libraries must know of Holdfast without such a use, they
+are told when they are imported (`holdfast.registration`).
+"""
+# ruff: noqa: F403, F405 (one list of imports: type checkers read the names of `__all__` in holdfast.public)
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from holdfast.registration import register_on_import
 from holdfast.version import VERSION
+
+if TYPE_CHECKING:
+    from holdfast.public import *
 
 __version__ = VERSION
 __all__ = [
@@ -60,6 +35,7 @@ __all__ = [
     "certify",
     "compare",
     "create_router",
+    "disable",
     "geometry",
     "list_routers",
     "load",
@@ -67,6 +43,7 @@ __all__ = [
     "measure_geometry",
     "measure_mismatch",
     "plan",
+    "prune",
     "record",
     "register",
     "register_attack",
@@ -78,8 +55,28 @@ __all__ = [
     "restore",
     "router_loss_scale",
     "save",
+    "set_teacher",
     "shard_experts",
     "sparsify",
     "trace",
     "trainer_callback",
 ]
+
+register_on_import()
+
+if not TYPE_CHECKING:  # a type checker would take any name for known
+
+    def __getattr__(name: str) -> Any:
+        """Return a public name, or a module of the package, after importing it."""
+        if name in __all__:
+            value = getattr(import_module("holdfast.public"), name)
+        elif not name.startswith("_") and find_spec(f"holdfast.{name}") is not None:
+            value = import_module(f"holdfast.{name}")
+        else:
+            raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

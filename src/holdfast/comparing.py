@@ -9,16 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from holdfast.errors import require_extra
+from holdfast.progress import bar
 
 if TYPE_CHECKING:
     from holdfast.train import Cell, Comparison, Recipe, RouterChoice
+    from holdfast.train.cells import Setting
     from holdfast.train.papers import PaperRun
     from holdfast.train.results import Results, Row
-    from holdfast.train.sweep import Setting
 
 RECIPE = "tiny"
 ROUTERS = "smoe,symphony,similarity,ac,smooth"
 PAGE = "report.html"
+EVALUATION = 0.1  # work of evaluating and attacking a trained model, as a share of its training, for the time that is left
 
 
 def compare(
@@ -35,12 +37,14 @@ def compare(
     sweep: Mapping[str, Sequence[Any]] | None = None,
     match_compute: bool = True,
     jobs: int = 1,
+    ledger: str | os.PathLike[str] | None = None,
     progress: Callable[[Cell, int], None] | None = None,
 ) -> Results:
     """Train several routers under equal conditions, attack each, write results.json and report.html, return the results.
 
-    routers        names with options in brackets and layers after @, as one string with commas or as a list; the first is
-                   the baseline, unless the folder already has one. All of them are built before the first is trained
+    routers        names with options in brackets, layers after @ and training settings in braces, as one string with commas
+                   or as a list; the first is the baseline, unless the folder already has one. All of them are built before
+                   the first is trained
     recipe         a shipped recipe, or the path of a .yaml file
     paper          the experiment of a paper, "acmoe:table1-switch", which has its own recipe and routers; results and page
                    show its published figures beside ours. `rehearse` runs its routers with a small recipe instead
@@ -54,7 +58,9 @@ def compare(
                    seed, and routers are compared with the baseline of the same setting
     match_compute  if a router uses more experts per token than the baseline, add the baseline with as many experts
     jobs           number of models that are trained at the same time
-    progress       called with a cell (a router and a seed) and the number of its finished steps
+    ledger         a folder that gets a small file with the result of each cell, to be kept and merged with others
+    progress       called with a cell (a router and a seed) and the number of its finished steps; by default a bar shows
+                   them, or lines on stderr where there is no terminal
 
     Example:
         results = holdfast.compare("smoe,smooth[budget=0.5]", seeds=1, out="runs/smooth", changes={"training.steps": 50})
@@ -63,29 +69,37 @@ def compare(
     require_extra("holdfast.compare", "accelerate", "jinja2", "plotly", "scipy", "yaml")
     from holdfast.train.recipe import parse_router, parse_routers
 
-    chosen = parse_routers(routers) if isinstance(routers, str) else [parse_router(name) for name in routers]
-    wanted = {**(changes or {}), **start_from(start)}
-    plan = choose(recipe, chosen, seeds, wanted, paper=paper, rehearse=rehearse)
-    return run_comparison(
-        plan.recipe,
-        plan.routers,
-        plan.seeds,
-        Path(out),
-        settings=sweep_settings(plan.recipe, wanted, sweep or {}),
-        paper=plan.paper,
-        data=None if data is None else Path(data),
-        match_compute=match_compute,
-        run=lambda comparison: comparison.run(progress, jobs=jobs),
-    )
+    named = parse_routers(routers) if isinstance(routers, str) else [parse_router(name) for name in routers]
+    how: dict[str, Any] = {"paper": paper, "rehearse": rehearse, "start": start, "sweep": sweep}
+    chosen = choose(recipe, named, seeds, changes or {}, **how)
+    sources, entries = (None if folder is None else Path(folder) for folder in (data, ledger))
+
+    def run(comparison: Comparison) -> list[dict[str, Any]]:
+        return with_progress(comparison, jobs) if progress is None else comparison.run(progress, jobs=jobs)
+
+    return run_comparison(chosen, Path(out), data=sources, match_compute=match_compute, ledger=entries, run=run)
 
 
-def start_from(folder: str | os.PathLike[str] | None) -> dict[str, str]:
-    """Return the change of a recipe that lets each router and seed start from its cell in `folder`; none for None."""
-    if folder is None:
-        return {}
-    if not (Path(folder) / "cells").is_dir():
-        raise ValueError(f"{folder} is not the folder of a comparison: it has no cells to start from.")
-    return {"model.checkpoint": str(folder)}
+def with_progress(comparison: Comparison, jobs: int) -> list[dict[str, Any]]:
+    """Train the cells of a comparison, show the progress, and return their results."""
+    steps = {cell.name: comparison.steps_of(cell) for cell in comparison.cells}
+    done = dict.fromkeys(steps, 0)
+    trained: set[str] = set()  # cells that this process trains
+    work = (1 + EVALUATION) * sum(steps.values())
+    with bar(work) as tell:
+
+        def note(cell: Cell, finished: int) -> None:
+            done[cell.name], total = finished, steps[cell.name]
+            if finished < total:
+                trained.add(cell.name)
+            phase = "train" if finished < total else "evaluate and attack" if cell.name in trained else "finished before"
+            evaluated = sum(steps[name] for name in steps if name != cell.name and done[name] == steps[name])
+            amount = sum(done.values()) + EVALUATION * evaluated
+            tell(amount, f"{cell.label}, seed {cell.seed}: {phase}", f"step {finished} of {total}")
+
+        results = comparison.run(note, jobs=jobs)
+        tell(work, f"{comparison.folder}: write results and report")
+        return results
 
 
 class Chosen(NamedTuple):
@@ -94,7 +108,8 @@ class Chosen(NamedTuple):
     recipe: Recipe
     routers: Sequence[RouterChoice]
     seeds: int
-    paper: PaperRun | None
+    paper: PaperRun | None = None
+    settings: Sequence[Setting] = ()  # of a sweep
 
 
 def choose(
@@ -105,44 +120,50 @@ def choose(
     *,
     paper: str | None,
     rehearse: bool,
+    start: str | os.PathLike[str] | None,
+    sweep: Mapping[str, Sequence[Any]] | None,
 ) -> Chosen:
-    """Return what to train: the experiment of a paper, if one is named, otherwise the recipe and the routers."""
+    """Return what to train: the experiment of a paper, if one is named, otherwise the recipe and the routers.
+
+    The arguments are those of `compare`.
+    """
     from holdfast.train import load_recipe
+    from holdfast.train.cells import settings_of
     from holdfast.train.papers import find_preset, resolve
 
-    if paper is None:
-        if rehearse:
-            raise ValueError("only the experiment of a paper has a rehearsal; name one, or take a small recipe.")
-        return Chosen(load_recipe(recipe, changes), routers, 3 if seeds is None else seeds, None)
-    if recipe != RECIPE or [choice.name for choice in routers] != ROUTERS.split(","):
-        raise ValueError(f"{paper} has its own recipe and routers; name no others, and change its recipe with --set.")
-    own, names, record = resolve(paper, changes, rehearse=rehearse, seeds=seeds)
-    usual = 1 if rehearse else find_preset(paper).seeds
-    return Chosen(own, names, usual if seeds is None else seeds, record)
-
-
-def sweep_settings(recipe: Recipe, changes: Mapping[str, Any], sweep: Mapping[str, Sequence[Any]]) -> list[Setting]:
-    """Return the settings of the sweep; none without one. Raise ValueError for a wrong sweep."""
-    from holdfast.train.sweep import settings_of
-
-    if both := [key for key in sweep if key in changes]:
+    if start is not None:
+        if not (Path(start) / "cells").is_dir():
+            raise ValueError(f"{start} is not the folder of a comparison: it has no cells to start from.")
+        changes = {**changes, "model.checkpoint": str(start)}
+    if both := [key for key in sweep or () if key in changes]:
         raise ValueError(f"{both[0]} is set and swept; remove one of the two.")
-    return settings_of(recipe, sweep) if sweep else []
+    record: PaperRun | None = None
+    if paper is not None:
+        if recipe != RECIPE or [choice.name for choice in routers] != ROUTERS.split(","):
+            raise ValueError(f"{paper} has its own recipe and routers; name no others, and change its recipe with --set.")
+        loaded, routers, record = resolve(paper, changes, rehearse=rehearse, seeds=seeds)
+        preset = find_preset(paper)
+        usual = 1 if rehearse else preset.seeds
+        if not sweep and not rehearse:
+            sweep = {key: values for key, values in preset.sweep.items() if key not in changes}
+    elif rehearse:
+        raise ValueError("only the experiment of a paper has a rehearsal; name one, or take a small recipe.")
+    else:
+        loaded, usual = load_recipe(recipe, changes), 3
+    return Chosen(loaded, routers, usual if seeds is None else seeds, record, settings_of(loaded, sweep) if sweep else ())
 
 
 def run_comparison(
-    recipe: Recipe,
-    routers: Sequence[RouterChoice],
-    seeds: int,
+    chosen: Chosen,
     folder: Path,
     *,
     data: Path | None,
     match_compute: bool,
-    settings: Sequence[Setting] = (),
-    paper: PaperRun | None = None,
+    ledger: Path | None = None,
+    command: str | None = None,
     run: Callable[[Comparison], list[dict[str, Any]]],
 ) -> Results:
-    """Train the cells with `run`, write results and report, and return the results.
+    """Train the cells with `run`, write results, report and the ledger's files, and return the results.
 
     The experiment of a paper gets no baseline with more experts, because it has the paper's rows, and neither does a
     comparison that starts from cells, because there is no cell to start it from.
@@ -150,10 +171,23 @@ def run_comparison(
     from holdfast.report import write_report
     from holdfast.train import Comparison
     from holdfast.train.building import expert_count
+    from holdfast.train.ledger import enter_cells
+
+    if ledger is not None and ledger.exists() and not ledger.is_dir():
+        raise ValueError(f"the ledger {ledger} is not a folder.")
 
     def finish(comparison: Comparison) -> Results:
-        return comparison.finish(run(comparison), lambda results: write_report(results, folder / PAGE, force=True))
+        cells = run(comparison)
 
+        def page(results: Results) -> Path:
+            return write_report(results, folder / PAGE, force=True)
+
+        finished = comparison.finish(cells, page, command=command)
+        if ledger is not None:
+            enter_cells(ledger, comparison, cells)
+        return finished
+
+    recipe, routers, seeds, paper, settings = chosen
     comparison = Comparison(recipe, routers, seeds, folder, data=data, settings=settings, paper=paper)
     results = finish(comparison)
     equal_compute: list[Comparison] = []
@@ -163,12 +197,11 @@ def run_comparison(
         if not results.is_baseline(rows[0]):  # the baseline of the folder has not been trained in this setting
             continue
         if matched := matched_baseline(rows, routers, expert_count(comparison.task_of(setting))):
-            chosen = [setting] if setting.values else []
-            how: dict[str, Any] = {"data": data, "settings": chosen, "report_size": False}  # reported above
-            equal_compute.append(Comparison(recipe, matched, seeds, folder, **how))
-    for matching in equal_compute[:-1]:
-        run(matching)
-    return finish(equal_compute[-1]) if equal_compute else results
+            how: dict[str, Any] = {"settings": [setting] if setting.values else [], "report_size": False}  # reported above
+            equal_compute.append(Comparison(recipe, matched, seeds, folder, data=data, **how))
+    for matching in equal_compute:
+        results = finish(matching)
+    return results
 
 
 def matched_baseline(rows: Sequence[Row], known: Sequence[RouterChoice], experts: int) -> list[RouterChoice]:

@@ -1,15 +1,34 @@
-"""One-line messages for two frequent errors: a misspelt name, and a package that is not installed."""
+"""One-line messages: of any error, of a misspelt name, and of a package that is not installed."""
 
 import difflib
+import re
 from collections.abc import Collection, Iterable
 from importlib.util import find_spec
 
+LONGEST_MESSAGE = 2000  # characters
+_CPP_TRACE = re.compile(r"\n\s*(?:Exception raised from |C\+\+ CapturedTraceback|frame #0: )")
 
-def unknown_name(kind: str, name: object, known: Iterable[str]) -> str:
+
+def one_line(problem: BaseException | str) -> str:
+    """Return an error's message as one printable line, without the C++ trace that torch may add to it.
+
+    It may quote a file, with line ends and control characters.
+    """
+    text = " ".join(_CPP_TRACE.split(str(problem), maxsplit=1)[0].split())
+    shown = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+    return shown if len(shown) <= LONGEST_MESSAGE else f"{shown[:LONGEST_MESSAGE]} ..."
+
+
+def closest_name(name: object, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """Return the most similar of the known names; None if the similarity of none, from 0 to 1, reaches the cutoff."""
+    return next(iter(difflib.get_close_matches(str(name), sorted(known), n=1, cutoff=cutoff)), None)
+
+
+def unknown_name(kind: str, name: object, known: Iterable[str], cutoff: float = 0.6) -> str:
     """Return "unknown router 'smo': did you mean 'smoe'?", or a message with all names if none is similar."""
     names = sorted(known)
-    near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.6)
-    hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(names)}."
+    near = closest_name(name, names, cutoff)
+    hint = f"expected one of {', '.join(names)}." if near is None else f"did you mean {near!r}?"
     return f"unknown {kind} {name!r}: {hint}"
 
 

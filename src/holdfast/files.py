@@ -1,4 +1,4 @@
-"""Read untrusted files safely, and write files atomically.
+"""Read untrusted files safely, and write files and folders atomically.
 
 Reading: a folder from the internet may contain a named pipe, which blocks a process that opens it, a link to a device that
 never ends (/dev/zero), or JSON that is nested too deeply for Python's stack. So only regular files of limited size are read,
@@ -7,6 +7,11 @@ and only JSON of limited depth.
 Writing: a file is written under a temporary name in the same folder and then renamed, so that other processes never read an
 incomplete file. A rename replaces a symbolic link and does not follow it. Functions that take a `root` raise an error for
 symbolic links below it, so that nothing outside of it is written or deleted.
+
+Replacing a folder loses neither the old nor the new one if the process is killed. The new folder is written inside a scratch
+folder beside the target, `.NAME.saving-...`, which the writing process locks. Then the old folder is moved into the scratch
+folder, and the new one to its place. A process that is killed between these two renames leaves no target: `recover_folder`
+moves the old folder back. Scratch folders of processes that were killed are removed by the next process that writes there.
 """
 
 import errno
@@ -16,9 +21,16 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from glob import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from holdfast.errors import closest_name
+
+if TYPE_CHECKING:
+    from filelock import BaseFileLock
 
 MIB = 2**20
 SMALL = 16 * MIB  # limit for a JSON file with settings
@@ -32,6 +44,33 @@ KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFSOCK: "a socket",
 }
+PARTIAL = re.compile(r"\..+\.[0-9a-f]{12}")  # the temporary names that `write_atomically` uses
+NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)  # Windows does not have it
+SCRATCH = ".saving-"
+NEW, OLD, LOCK = "new", "old", ".lock"
+BETWEEN_RENAMES = 5.0  # seconds: a running process has renamed both folders long before
+
+
+def require_possible_model(name: str) -> None:
+    """Raise ValueError if `name` is neither a folder nor, by the way it is written, a model on the hub (`owner/name`)."""
+    place, parts = Path(name), Path(name).parts
+    if place.is_file():
+        raise ValueError(f"{name} is a file; name the folder of a model.")
+    is_inside = len(parts) > 1 and Path(parts[0]).is_dir()
+    is_path = name.startswith((".", "~", os.sep)) or name.endswith("/") or "\\" in name or len(parts) > 2 or is_inside
+    if is_path and not place.is_dir():
+        raise ValueError(no_such_path(name))
+
+
+def no_such_path(path: str | os.PathLike[str]) -> str:
+    """Return the sentence for a path that does not exist, with the most similar one that does."""
+    missing = Path(path)
+    while not missing.parent.exists():
+        missing = missing.parent
+    names = [entry.name for entry in missing.parent.iterdir()] if missing.parent.is_dir() else []
+    near = closest_name(missing.name, names)
+    hint = "." if near is None else f": did you mean {missing.parent / near}?"
+    return f"there is no folder or file {path}{hint}"
 
 
 def read_bytes(path: Path, *, limit: int = SMALL) -> bytes:
@@ -130,10 +169,6 @@ def _too_deep(path: Path) -> str:
     return f"{path} is JSON nested more than {DEEPEST} levels deep; it was not used."
 
 
-PARTIAL = re.compile(r"\..+\.[0-9a-f]{12}")  # the temporary names that `write_atomically` uses
-NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)  # Windows does not have it
-
-
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a text (as UTF-8) or bytes to `path` atomically, and create its folder if there is none."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -200,3 +235,69 @@ def _require_no_link(path: Path, root: Path) -> None:
             f"{path} is a symbolic link (to {os.readlink(path)}); nothing is written through links inside {root}: "
             "remove the link, or choose another folder."
         )
+
+
+def replace_folder(target: Path, fill: Callable[[Path], None]) -> None:
+    """Replace `target` by the folder that `fill` writes. If `fill` raises, `target` is unchanged."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    recover_folder(target)
+    _remove_stale_scratch(target)
+    scratch = target.parent / f".{target.name}{SCRATCH}{secrets.token_hex(6)}"
+    while (lock := _locked(scratch)) is None:  # makes the folder, which another process may remove before it is locked
+        pass
+    try:
+        fill(scratch / NEW)
+        if target.exists():
+            target.rename(scratch / OLD)
+        (scratch / NEW).rename(target)
+    finally:
+        if (scratch / OLD).exists() and not target.exists():
+            (scratch / OLD).rename(target)
+        lock.release()
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def recover_folder(target: Path) -> bool:
+    """Move the old folder back if a process was killed while it replaced `target`; return whether `target` exists."""
+    for scratch in _scratch_folders(target):
+        if target.exists() or not (scratch / OLD).is_dir():
+            continue
+        lock = _locked(scratch, BETWEEN_RENAMES)
+        try:
+            if lock is not None and not target.exists():
+                (scratch / OLD).rename(target)
+        except FileNotFoundError:  # another process has done it
+            pass
+        except OSError as problem:
+            raise ValueError(
+                f"a process was killed while it replaced {target}; the former folder is {scratch / OLD}, and cannot be "
+                f"moved back ({problem.strerror})."
+            ) from None
+        finally:
+            if lock is not None:
+                lock.release()
+    return target.is_dir()
+
+
+def _remove_stale_scratch(target: Path) -> None:
+    """Remove the scratch folders of processes that were killed."""
+    for scratch in _scratch_folders(target):
+        if (target.exists() or not (scratch / OLD).exists()) and (lock := _locked(scratch)) is not None:
+            lock.release()
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _locked(scratch: Path, timeout: float = 0) -> "BaseFileLock | None":
+    """Return the lock of a scratch folder; None if a running process has it, or the folder is gone."""
+    import filelock  # here: `import holdfast` imports no other package
+
+    lock = filelock.FileLock(scratch / LOCK)
+    with suppress(filelock.Timeout, FileNotFoundError):
+        lock.acquire(timeout=timeout)
+    return lock if lock.is_locked else None
+
+
+def _scratch_folders(target: Path) -> Iterator[Path]:
+    for path in sorted(target.parent.glob(f".{escape(target.name)}{SCRATCH}*")):
+        if path.is_dir() and not path.is_symlink():
+            yield path

@@ -28,7 +28,7 @@ import filelock
 from holdfast.checked import from_mapping
 from holdfast.files import read_json, require_no_links, write_atomically
 
-LOCK, NOTE = ".lock", ".owner"
+LOCK_FILES = LOCK, NOTE = ".lock", ".owner"
 POLL = 0.5  # seconds between two attempts while waiting for a lock
 SILENT = 1.0  # seconds of waiting before a message is printed
 MOMENT = 1.0  # seconds: a process that only looks whether a folder is locked, or has not written its note yet, needs less
@@ -94,20 +94,19 @@ class Lock:
 
     def holder(self) -> Owner | None:
         """Return the process that holds the lock, without taking the lock; None if it is free. Raise as `attempt`."""
-        if not any((self.folder / name).exists() for name in (LOCK, NOTE)):
+        if not any((self.folder / name).exists() for name in LOCK_FILES):
             return None
         holder = self._acquire()
         self._release()
         return holder
 
     def _acquire(self) -> Owner | None:
-        for name in (LOCK, NOTE):
+        for name in LOCK_FILES:
             require_no_links(self.folder / name, self.folder)
         lock = filelock.FileLock(self.folder / LOCK, thread_local=False)
         note = _read_note(self.folder)
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of a soft lock
+            with warnings.catch_warnings(action="ignore"):  # of a soft lock
                 lock.acquire(timeout=MOMENT if note is None else 0)
         except filelock.Timeout:
             return _read_note(self.folder) or UNKNOWN
@@ -187,11 +186,6 @@ def take_over(folder: Path) -> None:
         except OtherHostError:
             log.warning("%s is taken over from %s.", note.parent, _read_note(note.parent))
             note.unlink(missing_ok=True)
-
-
-def is_lock_file(name: str) -> bool:
-    """Whether a file of this name belongs to a lock."""
-    return name in (LOCK, NOTE)
 
 
 def _read_note(folder: Path) -> Owner | None:

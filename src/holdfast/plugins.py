@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from holdfast.errors import unknown_name
 from holdfast.files import read_bytes
@@ -51,31 +51,19 @@ class Registry(Generic[Entry]):
     kind   what an entry is, in errors: "dataset". Its plural is the key of a plugin's names in stored files
     """
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-        self._entries: dict[str, Entry] = {}
-        self._discover: Callable[[], None] | None = None
+    is_searched: ClassVar[bool] = False  # whether installed packages have been imported, which may register more
 
-    @property
-    def plural(self) -> str:
-        return f"{self.kind}s"
+    def __init__(self, kind: str) -> None:
+        self.kind, self.plural = kind, f"{kind}s"
+        self._entries: dict[str, Entry] = {}
 
     def __iter__(self) -> Iterator[Entry]:
-        self._find_more()
+        self._search()
         return iter(list(self._entries.values()))
 
     def names(self) -> list[str]:
-        """Return the names registered so far, without calling the function of `discover_with`."""
+        """Return the names registered so far, without those of installed packages that nothing has asked for yet."""
         return list(self._entries)
-
-    def discover_with(self, find: Callable[[], None] | None) -> None:
-        """Call `find`, which registers more entries, once: when entries are listed or a name is unknown."""
-        self._discover = find
-
-    def _find_more(self) -> None:
-        find, self._discover = self._discover, None
-        if find is not None:
-            find()
 
     def add(self, entry: Entry) -> Entry:
         if entry.name in self._entries:
@@ -83,12 +71,17 @@ class Registry(Generic[Entry]):
         self._entries[entry.name] = entry
         return entry
 
+    def register(self, entry: Entry) -> None:
+        """Add an entry from outside the package; what the package ships is added with `add`."""
+        self.add(entry)
+        _registered.append((self, entry.name))
+
     def remove(self, name: str) -> None:
         del self._entries[self[name].name]
 
     def __getitem__(self, name: str) -> Entry:
         if name not in self._entries:
-            self._find_more()
+            self._search()
         if name not in self._entries:
             raise ValueError(self.unknown(name, self._entries))
         return self._entries[name]
@@ -99,6 +92,11 @@ class Registry(Generic[Entry]):
             f"{unknown_name(self.kind, name, known)} {self._a.capitalize()} of your own is loaded with --plugin FILE, by "
             'holdfast.load_plugin("FILE"), or by importing the module that registers it.'
         )
+
+    def _search(self) -> None:
+        """Import installed plugins, which may register more; not if this is no registry of the library."""
+        if _registries.get(self.plural) is self:
+            _load_installed()
 
     @property
     def _a(self) -> str:
@@ -131,14 +129,15 @@ class Plugin:
     package: Path | None = None  # the file or the folder of an installed package
 
 
-_registries: list[Registry[Any]] = []
+KINDS = ("routers", "datasets", "attacks", "metrics")  # what plugins provide
+_registries: dict[str, Registry[Any]] = {}  # by plural kind; each is there once its module is imported
+_registered: list[tuple[Registry[Any], str]] = []  # by code from outside the package
 _plugins: list[Plugin] = []  # loaded by this process
 
 
 def watch(registry: Registry[Entry]) -> Registry[Entry]:
     """Let plugins add to this registry, and return it."""
-    _registries.append(registry)
-    registry.discover_with(_load_installed)
+    _registries[registry.plural] = registry
     return registry
 
 
@@ -206,6 +205,13 @@ def plugins_of(**names: Iterable[str]) -> list[dict[str, Any]]:
     return described
 
 
+def registered_without_plugin(kind: str, names: Iterable[str]) -> list[str]:
+    """Return those of these names that a script or an imported module registered: neither the package nor a plugin."""
+    outside = {name for registry, name in _registered if registry.plural == kind}
+    provided = {name for plugin in _plugins for name in plugin.provides.get(kind, ())}
+    return [name for name in names if name in outside - provided]
+
+
 def require_plugins(stored: Any, what: str, *, without: Iterable[str] = (), warn: bool = True) -> None:
     """Raise ValueError if names of a stored plugin are not registered; log a warning if a plugin file has changed.
 
@@ -214,17 +220,14 @@ def require_plugins(stored: Any, what: str, *, without: Iterable[str] = (), warn
     without   plural kinds that are not needed now: "datasets" if the user names other data
     warn      whether to log that warning
     """
-    registries = {registry.plural: registry for registry in _registries}
+    _load_installed()
+    known = {kind: _registries[kind].names() if kind in _registries else [] for kind in KINDS}
     for entry in stored if isinstance(stored, list | tuple) else [stored]:
-        if not _is_description(entry, registries.keys()):
+        if not _is_description(entry):
             raise ValueError(f"the list of plugins of {what} is damaged.")
         checksum = entry["checksum"]
         stamp = "" if checksum is None else f" (SHA-256 {checksum[:SHOWN]}...)"
-        missing = {
-            kind: [str(name) for name in entry[kind] if name not in {one.name for one in registry}]
-            for kind, registry in registries.items()
-            if kind in entry
-        }
+        missing = {kind: [str(name) for name in entry[kind] if name not in known[kind]] for kind in KINDS if kind in entry}
         for kind, names in missing.items():
             if names and kind not in without:
                 how = (
@@ -232,17 +235,17 @@ def require_plugins(stored: Any, what: str, *, without: Iterable[str] = (), warn
                     if checksum is None
                     else 'name the file with --plugin FILE or holdfast.load_plugin("FILE")'
                 )
-                needed = f"{registries[kind].kind} {names[0]!r}"
+                needed = f"{kind.removesuffix('s')} {names[0]!r}"
                 raise ValueError(f"{what} needs {needed} of the plugin {entry['name']}{stamp}: {how}.")
         is_loaded = not any(missing.values())
         if warn and is_loaded and checksum is not None and checksum not in [plugin.checksum for plugin in _plugins]:
             say.warning("%s was trained with another version of the plugin %s%s.", what, entry["name"], stamp)
 
 
-def _is_description(entry: Any, kinds: Iterable[str]) -> bool:
+def _is_description(entry: Any) -> bool:
     if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
         return False
-    named = [entry[kind] for kind in kinds if kind in entry]
+    named = [entry[kind] for kind in KINDS if kind in entry]
     is_complete = "checksum" in entry and isinstance(entry["checksum"], str | None) and bool(named)
     return is_complete and all(isinstance(names, list) and all(isinstance(one, str) for one in names) for names in named)
 
@@ -278,25 +281,23 @@ def _line_of(problem: BaseException, place: Path) -> str | None:
 
 def _registered_by(run: Callable[[], Any]) -> dict[str, tuple[str, ...]]:
     """Return the names that `run` registers, by plural kind; if it raises an error, unregister them."""
-    before = [set(registry.names()) for registry in _registries]
+    before = len(_registered)
     try:
         run()
     except BaseException:
-        for registry, known in zip(_registries, before, strict=True):
-            for name in set(registry.names()) - known:
-                registry.remove(name)
+        for registry, name in _registered[before:]:
+            registry.remove(name)
+        del _registered[before:]
         raise
-    found = {
-        registry.plural: tuple(name for name in registry.names() if name not in known)
-        for registry, known in zip(_registries, before, strict=True)
-    }
+    found = {kind: tuple(name for registry, name in _registered[before:] if registry.plural == kind) for kind in KINDS}
     return {kind: names for kind, names in found.items() if names}
 
 
 def _load_installed() -> None:
-    """Import the installed packages that have an entry point; log a warning for each that fails."""
-    for registry in _registries:  # each of them may be asked first
-        registry.discover_with(None)
+    """Import the installed packages that have an entry point, once; log a warning for each that fails."""
+    if Registry.is_searched:
+        return
+    Registry.is_searched = True  # first: a package may ask for names while it is imported
     for entry in entry_points(group=GROUP):
         package = entry.name if entry.dist is None else f"{entry.dist.name} {entry.dist.version}"
         try:

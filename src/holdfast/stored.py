@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import dataclass, is_dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -22,12 +23,11 @@ class StoredRecord:
     file_name: ClassVar[str]  # in the folder that its command writes
     kind: ClassVar[str]  # in errors: "an audit"
     remedy: ClassVar[str]  # in errors: what to do if a file cannot be used
-    indent: ClassVar[int | None] = None  # of the JSON
 
     schema: int = SCHEMA
 
     def to_json(self) -> str:
-        return json.dumps(without_nan(self), indent=self.indent, allow_nan=False) + "\n"
+        return json.dumps(without_nan(self), allow_nan=False) + "\n"
 
     def as_stored(self) -> Self:
         """Return the record as `load` would return it after `save`: with None in place of NaN and infinity."""
@@ -57,6 +57,32 @@ class StoredRecord:
         except ValueError as problem:
             raise ValueError(f"{path} is damaged or of another version: {str(problem).rstrip('.')}; {cls.remedy}.") from None
         return record
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ShownRecord(StoredRecord):
+    """A record with a page: it prints as a short table, is a table in notebooks, and has all its numbers as a frame."""
+
+    page: ClassVar[str]  # "module:function" of `holdfast.report` that makes its page; imported late, since it is above
+
+    def __str__(self) -> str:
+        return str(late(self.page)(self))
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        shown: str = late(self.page)(self).brief_html()
+        return shown
+
+    def frame(self) -> Any:
+        """Return every number of the report's page as a pandas frame, in the schema of docs/exporting.md."""
+        return late(self.page)(self).frame()
+
+
+def late(place: str) -> Any:
+    """Return the function "module:name", imported now. For records, which must not import what shows them."""
+    module, _, name = place.partition(":")
+    return getattr(import_module(module), name)
 
 
 def _refuse(constant: str) -> None:

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from wording import assert_refused
 
 from holdfast.attacks import AttackedInputs, Threat, attack_curve, fgsm, pgd, spsa, worst_of
-from holdfast.attacks.inputs import InputSearch, ranks_of
+from holdfast.attacks.inputs import ranks_of
 from holdfast.metrics.tasks import in_top_k
 
 Digits = tuple[nn.Module, Tensor, Tensor]
@@ -111,21 +112,10 @@ def test_the_worst_of_attacks_has_the_worst_rank(digits: Digits) -> None:
 
 def test_mistakes_are_named(digits: Digits) -> None:
     model, images, labels = digits
-    with pytest.raises(ValueError, match="no budgets"):
-        attack_curve(lambda budget: fgsm(model, images, labels, budget=budget), [])
-    with pytest.raises(ValueError, match="budget is -1"):
-        attack_curve(lambda budget: fgsm(model, images, labels, budget=budget), [0.1, -1])
+    assert_refused("no budgets", attack_curve, lambda budget: fgsm(model, images, labels, budget=budget), [])
+    assert_refused("budget is -1", attack_curve, lambda budget: fgsm(model, images, labels, budget=budget), [0.1, -1])
     with pytest.raises(ValueError, match="same inputs"):
         attack_curve(
             lambda budget: fgsm(model, images[: int(10 * budget)], labels[: int(10 * budget)], budget=budget), [1, 2]
         )
-    with pytest.raises(ValueError, match="top is 0"):
-        Threat(0.1, top=0)
-
-
-def test_a_search_keeps_the_largest_rank() -> None:
-    threat = Threat(1.0, top=2)
-    search = InputSearch(threat, lambda inputs: inputs, torch.tensor([[0.9, 0.5, 0.1]]), torch.tensor([0]))
-    for logits, rank, finished in (([0.2, 0.3, 0.1], 1, False), ([0.1, 0.2, 0.3], 2, True), ([0.9, 0.0, 0.0], 2, True)):
-        search.try_inputs(torch.tensor([logits]))
-        assert search.ranks.tolist() == [rank] and search.done is finished
+    assert_refused("top is 0", Threat, 0.1, top=0)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from wording import assert_refused
 
 from holdfast.attacks import PAPER_BUDGET, AttackedInputs, fgsm, pgd, spsa, worst_of
 from holdfast.attacks.pixels import random_signs
@@ -120,8 +121,7 @@ def test_embeddings_are_attacked_without_bounds() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(24, 4)).eval()
     embeddings, labels = 3 * torch.randn(10, 6, 4), torch.zeros(10, dtype=torch.int32)
-    with pytest.raises(ValueError, match="bounds=None"):
-        pgd(model, embeddings, labels, budget=0.1)
+    assert_refused("bounds=None", pgd, model, embeddings, labels, budget=0.1)
     result = pgd(model, embeddings, labels, budget=0.5, norm="l2", bounds=None)
     assert result.realised == pytest.approx(0.5) and result.bounds is None
 
@@ -146,8 +146,7 @@ def test_the_worst_of_several_attacks_counts_each_example_once(digits: Digits) -
     assert torch.equal(worst.success, one.success | many.success)
     assert torch.equal(worst.success, model(worst.inputs).argmax(-1) != labels)
     assert worst.realised <= 0.1 and worst.flags == ()
-    with pytest.raises(ValueError, match="threat models"):
-        worst_of(one, pgd(model, images, labels, budget=0.2))
+    assert_refused("threat models", worst_of, one, pgd(model, images, labels, budget=0.2))
 
 
 def test_a_summary_holds_the_threat_model_and_is_json(digits: Digits) -> None:
@@ -162,24 +161,18 @@ def test_a_summary_holds_the_threat_model_and_is_json(digits: Digits) -> None:
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_a_budget_that_says_nothing_is_an_error(attack: Callable[..., AttackedInputs], budget: Any) -> None:
     inputs, labels = torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64)
-    with pytest.raises(ValueError, match="budget"):
-        attack(nn.Identity(), inputs, labels, budget=budget)
+    assert_refused("budget", attack, nn.Identity(), inputs, labels, budget=budget)
     with pytest.raises(TypeError, match="budget"):
         attack(nn.Identity(), inputs, labels)
 
 
 def test_wrong_arguments_are_named() -> None:
     model, images, labels = nn.Flatten().eval(), torch.rand(3, 1, 2, 2), torch.tensor([0, 1, 2])
-    with pytest.raises(ValueError, match="'linf'"):
-        pgd(model, images, labels, budget=0.1, norm="inf")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="3 inputs"):
-        pgd(model, images, labels[:2], budget=0.1)
-    with pytest.raises(ValueError, match=r"torch\.uint8.*floating"):
-        pgd(model, (images * 255).byte(), labels, budget=0.1)
-    with pytest.raises(ValueError, match=r"steps.* 0"):
-        pgd(model, images, labels, budget=0.1, steps=0)
-    with pytest.raises(ValueError, match="logits"):
-        pgd(lambda x: x.sum(), images, labels, budget=0.1)
+    assert_refused("'linf'", pgd, model, images, labels, budget=0.1, norm="inf")
+    assert_refused("3 inputs", pgd, model, images, labels[:2], budget=0.1)
+    assert_refused(r"torch\.uint8.*floating", pgd, model, (images * 255).byte(), labels, budget=0.1)
+    assert_refused(r"steps.* 0", pgd, model, images, labels, budget=0.1, steps=0)
+    assert_refused("logits", pgd, lambda x: x.sum(), images, labels, budget=0.1)
 
 
 def test_no_inputs_are_no_trouble() -> None:

@@ -8,10 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from torch import Tensor
+from wording import assert_refused
 
 from holdfast.attacks import AttackedRoutes, AttackWarning, attack_routes
 from holdfast.attacks.route_search import RouteProbe
-from holdfast.routing import Context, Cosine, Linear, Router, Routing, create_router
+from holdfast.certificates import certify
+from holdfast.routing import Context, Linear, Router, Routing, create_router
 from holdfast.routing.bounds import NORMS, Norm
 
 DIM, EXPERTS = 16, 6
@@ -27,26 +29,9 @@ def build(name: str, k: int = 2, seed: int = 0, experts: int = EXPERTS) -> tuple
     return made.eval(), torch.randn(2, 9, DIM)
 
 
-def planes_of(made: Router, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """(T,E,E) margins key_i - key_j, and (E,E,d) normals of the switching planes, for keys that are linear in a token."""
-    score, rows = made.score, tokens.flatten(0, 1)
-    if isinstance(score, Cosine):
-        unit = torch.nn.functional.normalize(score.embeddings, dim=-1)
-        weight = unit @ score.projection
-    else:
-        assert isinstance(score, Linear)
-        weight = score.weight
-    keys = (rows @ weight.t()).detach().double()
-    return keys.unsqueeze(2) - keys.unsqueeze(1), (weight.unsqueeze(1) - weight.unsqueeze(0)).detach().double()
-
-
 def certificate(made: Router, tokens: Tensor, norm: Norm) -> Tensor:
-    """(B,N): min over i in S, j not in S of (key_i - key_j) / |w_i - w_j|, the 1-norm for l_inf: exact."""
-    margins, normals = planes_of(made, tokens)
-    chosen = made(tokens).chosen
-    pairs = chosen.unsqueeze(2) & ~chosen.unsqueeze(1)
-    lengths = normals.norm(p=2 if norm == "l2" else 1, dim=-1)
-    return (margins / lengths).masked_fill(~pairs, torch.inf).amin((1, 2)).view(tokens.shape[:2])
+    """(B,N): the exact distance of each token to its nearest plane, which tests of certificates compare with loops."""
+    return certify(made, tokens, norm=norm, arithmetic=None).distance
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -185,8 +170,7 @@ def scores_of(made: Router) -> "torch.nn.Module":
 def test_a_callable_that_gives_scores_needs_k_and_is_attacked_alike() -> None:
     made, tokens = build("smoe", k=3)
     radius = certificate(made, tokens, "l2")
-    with pytest.raises(ValueError, match=r"\bk\b"):
-        attack_routes(scores_of(made), tokens, budget=0.1)
+    assert_refused(r"\bk\b", attack_routes, scores_of(made), tokens, budget=0.1)
     result = attack_routes(scores_of(made), tokens, budget=1.001 * radius, k=3, joint=False, **FAST)
     assert (
         result.rate == 1
@@ -280,15 +264,9 @@ def test_wrong_arguments_are_named() -> None:
     made, tokens = build("smoe")
     with pytest.raises(TypeError, match="budget"):
         attack_routes(made, tokens)  # type: ignore[call-arg]
-    with pytest.raises(ValueError, match=r"budget.* None"):
-        attack_routes(made, tokens, budget=None)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"\(2, 9\)"):
-        attack_routes(made, tokens, budget=torch.ones(2))
-    with pytest.raises(ValueError, match=r"context.*Router"):
-        attack_routes(scores_of(made), tokens, budget=0.1, k=2, context=Context())
-    with pytest.raises(ValueError, match=r"torch\.int64"):
-        attack_routes(made, tokens, budget=0.1, token_mask=torch.ones(2, 9, dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"\bk\b.*\b5\b.*\b2 experts"):
-        attack_routes(made, tokens, budget=0.1, k=5)
-    with pytest.raises(ValueError, match="finite"):
-        attack_routes(made, tokens.long(), budget=0.1)
+    assert_refused(r"budget.* None", attack_routes, made, tokens, budget=None)
+    assert_refused(r"\(2, 9\)", attack_routes, made, tokens, budget=torch.ones(2))
+    assert_refused(r"context.*Router", attack_routes, scores_of(made), tokens, budget=0.1, k=2, context=Context())
+    assert_refused(r"torch\.int64", attack_routes, made, tokens, budget=0.1, token_mask=torch.ones(2, 9, dtype=torch.int64))
+    assert_refused(r"\bk\b.*\b5\b.*\b2 experts", attack_routes, made, tokens, budget=0.1, k=5)
+    assert_refused("finite", attack_routes, made, tokens.long(), budget=0.1)

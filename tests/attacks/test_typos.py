@@ -1,8 +1,7 @@
 """Typos: one a word, of the kinds asked for."""
 
-import json
-
 import pytest
+from wording import assert_refused
 
 from holdfast.attacks import misspell
 from holdfast.attacks.text import KEYBOARD, TYPOS, Typo
@@ -66,12 +65,5 @@ def test_short_words_and_stop_words_keep_their_letters() -> None:
 
 
 def test_an_unknown_typo_gets_the_nearest_name() -> None:
-    with pytest.raises(ValueError, match="'double'"):
-        misspell("elephant", rate=1.0, typos=["doubel"])  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="at least one"):
-        misspell("elephant", rate=1.0, typos=[])
-
-
-def test_a_summary_is_json() -> None:
-    summary = json.loads(json.dumps(misspell("elephant mouse", rate=1.0).summary()))
-    assert summary["attack"] == "typos" and summary["realised"] == 1.0
+    assert_refused("'double'", misspell, "elephant", rate=1.0, typos=["doubel"])
+    assert_refused("at least one", misspell, "elephant", rate=1.0, typos=[])

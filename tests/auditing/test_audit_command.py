@@ -9,58 +9,70 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from auditing.audited_models import batches
+from cli.conftest import SMALL
+from commands import Command
+from report.audited import pair, report_of, stored_audit
 from safetensors.torch import load_file, save_file
 from tiers import quick_or_slow
 from tiny import tiny
+from tiny_dense import tiny_dense
+from wording import mentions
 
-from holdfast.auditing import PERTURBATIONS, AuditReport, Settings, WhatIf, audit, parse_condition
-from holdfast.auditing.reports import Pair
-from holdfast.cli.audit import print_what_if
+from holdfast.auditing import PERTURBATIONS, AuditReport, Settings, parse_condition
+from holdfast.cli.audit import print_report, print_what_if
+from holdfast.report import render_audit
 from holdfast_command import main
 
-MISTAKEN = ("DENSE", "STRANGE", "BROKEN", "SILENT", "WORDLESS", "FOREIGN", "NAN", "EMPTY")
+MISTAKEN = ("DENSE", "BROKEN", "SILENT", "WORDLESS", "FOREIGN", "NAN", "EMPTY")
 QUICK = ["--tokens", "96", "--length", "16", "--batch", "4"]
-SMALL = ["training.steps=8", "training.batch=4", "data.length=16", "data.vocabulary=200", "model.config.hidden_size=32"]
-SMALL += ["model.config.intermediate_size=32", "sparse.hidden=16"]
 
 
 @pytest.fixture(scope="module")
 def trained(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("trained") / "out"
-    assert main(["train", "tiny", "--router", "smoe", "--out", str(out), "--set", f"data.source={text}", *SMALL]) == 0
+    assert (
+        main(
+            [
+                "train",
+                "tiny",
+                "--router",
+                "smoe",
+                "--out",
+                str(out),
+                "--set",
+                f"data.source={text}",
+                "training.steps=8",
+                *SMALL,
+            ]
+        )
+        == 0
+    )
     return out
 
 
-def test_a_folder_is_audited_and_its_reports_are_written(folder: Path, text: Path, tmp_path: Path, capsys: Any) -> None:
+def test_a_folder_is_audited_and_its_reports_are_written(folder: Path, text: Path, tmp_path: Path, command: Command) -> None:
     out = tmp_path / "out"
-    given = ["audit", str(folder), "--source", str(text), *QUICK, "--out", str(out)]
-    assert main(given) == 0
-    shown = capsys.readouterr().out
+    given = ["audit", folder, "--source", text, *QUICK, "--out", out]
+    shown = command.printed(*given)
     assert "Findings" in shown and "noise.0.05" in shown and "at risk" in shown
     report = AuditReport.load(out / "audit.json")
     assert report.data.source and report.model.name == str(folder) and report.data.tokens >= 96
     assert report.skipped == {}
     for name in report.numbers():  # any of them may be asked for before an audit
         parse_condition(f"{name}>0").check(Settings(perturb=list(PERTURBATIONS), noise=[0.01, 0.05]))
-    assert main(given) == 2 and "--force" in capsys.readouterr().err
-    (out / "audit.json").rename(tmp_path / "kept.json")  # the page alone is not overwritten either
-    assert main(given) == 2 and "audit.html" in capsys.readouterr().err
-    (tmp_path / "kept.json").rename(out / "audit.json")
-    before = (out / "audit.json").read_text()
-    assert main([*given, "--force", "--perturb", "none,noise", "--noise", "0.2"]) == 0
-    assert (out / "audit.json").read_text() != before
+    assert "--force" in command.refused(*given)
+    (out / "audit.json").unlink()
+    assert "audit.html" in command.refused(*given)  # the page alone is not overwritten either
+    command.printed(*given, "--force", "--perturb", "none,noise", "--noise", "0.2")
     assert list(AuditReport.load(out / "audit.json").perturbations) == ["none", "noise.0.2"]
 
 
 def test_a_model_trained_here_is_audited_on_its_own_text_with_another_router(
-    trained: Path, text: Path, tmp_path: Path, capsys: Any
+    trained: Path, text: Path, tmp_path: Path, command: Command
 ) -> None:
-    given = ["audit", str(trained), "--source", str(text), *QUICK, "--out", str(tmp_path)]
-    assert main([*given, "--perturb", "none,noise,words", "--what-if", "smooth"]) == 0
-    shown = capsys.readouterr().out
-    assert "What if: the router smooth" in shown and "experts per token  2 → " in shown and "\nloss " in shown
+    given = ["audit", trained, "--source", text, *QUICK, "--out", tmp_path]
+    shown = command.printed(*given, "--perturb", "none,noise,words", "--what-if", "smooth")
+    assert mentions(shown, "What if: the router smooth", "Price: experts per token 2 → ", "; loss, unperturbed ")
     stored = json.loads((tmp_path / "audit.json").read_text())
     assert stored["what_if"]["router"] == "smooth" and stored["what_if"]["cost"]["experts_per_token"]["after"] > 2
     flips = stored["what_if"]["flip_output"]["noise.0.01"]
@@ -68,46 +80,53 @@ def test_a_model_trained_here_is_audited_on_its_own_text_with_another_router(
     assert "words" in stored["perturbations"] and stored["at_risk"][0]["context"]
 
 
-def test_a_what_if_prints_the_part_of_flips_the_total_and_the_predictions_within_80_columns(
+def test_a_what_if_prints_its_table_within_80_columns_then_the_answer_and_its_price(
     capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def pairs(before: float, after: float) -> dict[str, Pair]:
-        return {name: Pair(before, after) for name in ("noise.0.01", "routing.bf16")}
-
     monkeypatch.setenv("COLUMNS", "80")
-    cost = {"loss": Pair(None, None), "experts_per_token": Pair(2.0, 2.5)}
-    changes = (pairs(0.0057, 0.0017), pairs(0.0083, 0.0099), pairs(0.0013, 0.0024))
-    overall = audit(tiny("mixtral"), batches(1), perturb=["none"]).overall
-    print_what_if(WhatIf("smooth[eps=0.1]@1,3", cost, pairs(0.1, 0.1), *changes, overall))
-    lines = capsys.readouterr().out.splitlines()
+    stored = stored_audit()
+    stored["what_if"]["router"] = "smooth[eps=0.1]@1,3"
+    stored["what_if"]["cost"] |= {"loss": pair(None, None), "perplexity": pair(None, None)}
+    print_what_if(report_of(stored))
+    *lines, answer, more, price = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     assert "smooth[eps=0.1]@1,3" in lines[0]  # options in brackets are not markup
-    rows = [line.split() for line in lines if line.startswith(("noise.0.01", "routing.bf16"))]
-    assert [row[1:] for row in rows] == [["0.57%", "→", "0.17%", "0.83%", "→", "0.99%", "0.13%", "→", "0.24%"]] * 2
+    rows = [line.split() for line in lines if line.startswith(("noise.0.01", "none"))]
+    assert rows == [["noise.0.01", "3.1%", "→", "\u2013", "7.0%", "→", "8.1%", "6.2%", "→", "0.30%"]]
     heading = " ".join(lines[1:4])
-    assert all(word in heading for word in ("flips", "total", "predictions"))
-    assert lines[-1].split() == ["experts", "per", "token", "2", "→", "2.5"] and not any("loss" in line for line in lines)
+    assert all(word in heading for word in ("predictions", "total", "flips"))
+    assert "Nothing changes under none." in " ".join(" ".join(lines).split())
+    assert mentions(answer, "With smooth[eps=0.1]@1,3, predictions change") and mentions(more, "1 of 1", "95%")
+    assert price == "Price: experts per token 2 → 3.5 (+75%)."
 
 
-def test_conditions_decide_the_exit_code(folder: Path, text: Path, capsys: Any) -> None:
-    given = ["audit", str(folder), "--source", str(text), *QUICK, "--perturb", "none"]
-    assert main([*given, "--fail-if", "undecided.bf16>0.99", "flips.none>0"]) == 0
-    assert main([*given, "--fail-if", "undecided.bf16>0.99", "entropy>0.001"]) == 1
-    told = capsys.readouterr().err
-    assert "entropy > 0.001 is true" in told and "undecided.bf16" not in told and "Traceback" not in told
-
-
-def test_two_audits_are_compared_without_a_model(folder: Path, text: Path, tmp_path: Path, capsys: Any) -> None:
-    for seed in ("0", "1"):
-        given = ["audit", str(folder), "--source", str(text), *QUICK, "--perturb", "noise", "--seed", seed]
-        assert main([*given, "--out", str(tmp_path / seed)]) == 0
-    capsys.readouterr()
-    files = [str(tmp_path / seed / "audit.json") for seed in ("0", "1")]
-    assert main(["audit", "--compare", *files]) == 0
+def test_findings_are_printed_below_the_headings_of_the_page(capsys: Any) -> None:
+    report = report_of(stored_audit())
+    print_report(report)
     shown = capsys.readouterr().out
+    assert mentions(
+        shown, "Findings: 2 severe and 1 serious; none about the loss.", "Predictions that change:", "- severe: 3.1% of",
+        "The selection of experts:", "- severe: layer 1", "- serious: layer 0", "What if: the router smooth", "Price: ",
+    )  # fmt: skip
+    assert mentions(render_audit(report), "Predictions that change", "The selection of experts")
+
+
+def test_conditions_decide_the_exit_code(folder: Path, text: Path, command: Command) -> None:
+    given = ["audit", folder, "--source", text, *QUICK, "--perturb", "none"]
+    command.printed(*given, "--fail-if", "undecided.bf16>0.99", "flips.none>0")
+    done = command(*given, "--fail-if", "undecided.bf16>0.99", "entropy>0.001")
+    assert done.returncode == 1 and "undecided.bf16" not in done.stderr
+    assert "entropy > 0.001 is true" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_two_audits_are_compared_without_a_model(folder: Path, text: Path, tmp_path: Path, command: Command) -> None:
+    for seed in ("0", "1"):
+        given = ["audit", folder, "--source", text, *QUICK, "--perturb", "noise", "--seed", seed]
+        command.printed(*given, "--out", tmp_path / seed)
+    files = [tmp_path / seed / "audit.json" for seed in ("0", "1")]
+    shown = command.printed("audit", "--compare", *files)
     assert "weight_change.noise.0.01" in shown and "entropy" not in shown
-    assert main(["audit", "--compare", files[0], files[0]]) == 0
-    assert "the same" in capsys.readouterr().out
+    assert "the same" in command.printed("audit", "--compare", files[0], files[0])
 
 
 STOPPED: dict[str, tuple[Callable[[float, str], bool], list[str]]] = {
@@ -119,61 +138,63 @@ STOPPED: dict[str, tuple[Callable[[float, str], bool], list[str]]] = {
 
 @pytest.mark.parametrize("name", quick_or_slow(list(STOPPED), ["audit", "mismatch"]))
 def test_an_interrupted_command_writes_what_was_finished(
-    name: str, folder: Path, text: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+    name: str, folder: Path, text: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from holdfast.cli import common, mismatch
-
     is_enough, options = STOPPED[name]
 
     def stop(done: float, what: str) -> None:
         if is_enough(done, what):
             raise KeyboardInterrupt
 
-    for module in (common, mismatch):
-        monkeypatch.setattr(module, "bar", lambda *_, **__: nullcontext(stop))
-    assert main([name, str(folder), "--text", str(text), *QUICK, *options, "--out", str(tmp_path)]) == 130
-    assert "Interrupted" in capsys.readouterr().out
+    monkeypatch.setattr("holdfast.progress.bar", lambda *_, **__: nullcontext(stop))
+    done = command(name, folder, "--text", text, *QUICK, *options, "--out", tmp_path)
+    assert done.returncode == 130 and "Interrupted" in done.stdout
     assert json.loads((tmp_path / f"{name}.json").read_text())["status"] == "interrupted"
     assert "nterrupted" in (tmp_path / f"{name}.html").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["MODEL", "--perturb", "nois"], "'noise'"),
-        (["MODEL", "--noise", *(["0.1"] * 9)], "9 "),
-        (["MODEL", "--fail-if", "entropy=3"], "entropy=3"),
-        (["not/loaded", "--fail-if", "undecided.bf61>0"], "'undecided.bf16'"),
-        (["not/loaded", "--fail-if", "flips.words>0", "--perturb", "none"], "flips.words"),
-        (["MODEL", "--what-if", "smoth", "--perturb", "none"], "smooth"),
-        (["MODEL", "--source", "EMPTY"], "no text"),
-        (["DENSE"], "sparsify"),
-        (["STRANGE"], "family"),
-        (["BROKEN"], "cannot be loaded"),
-        (["SILENT"], "tokeniser"),
-        (["WORDLESS"], "tokeniser"),
-        (["FOREIGN"], "tokeniser"),
-        (["NAN"], "model.norm.weight: "),
-        (["nowhere/at-all/here"], "nowhere"),
-        ([], "which model"),
-        (["MODEL", "--compare", "a.json", "b.json"], "--compare"),
-        (["--compare", "a.json", "b.json"], "a.json"),
-    ],
-)
+MISTAKES = [
+    ("audit MODEL --perturb nois", "'noise'"),
+    ("audit not/loaded --fail-if undecided.bf61>0", "'undecided.bf16'"),
+    ("audit not/loaded --fail-if flips.words>0 --perturb none", "flips.words"),
+    ("audit not/loaded --what-if smooth[budgets=2]", "'budget'"),
+    ("audit MODEL --source EMPTY", "no text"),
+    ("audit DENSE", "sparsify"),
+    ("audit BROKEN", "cannot be loaded"),
+    ("audit SILENT", "tokeniser"),
+    ("audit WORDLESS", "tokeniser"),
+    ("audit FOREIGN", "tokeniser"),
+    ("audit NAN", "model.norm.weight: "),
+    ("audit nowhere/at-all/here", "nowhere"),
+    ("audit", "which model"),
+    ("audit MODEL --compare a.json b.json", "--compare"),
+    ("audit --compare a.json b.json", "a.json"),
+    ("geometry not/loaded --noise 0", "noise is 0"),
+    ("geometry not/loaded --batch 0", "batch is 0"),
+    ("geometry MODEL --what-if smooth@7", "7"),
+    ("geometry MODEL --length 100000", "positions"),
+    ("geometry MODEL --source nowhere.txt", "nowhere.txt"),
+    ("geometry MODEL --out EMPTY", "not a folder"),
+    ("certify MODEL --sigma 0", "sigma is 0"),
+    ("certify MODEL --tokens 0", "tokens is 0"),
+    ("certify MODEL --batch 0", "batch is 0"),
+    ("certify MODEL --length 1", "at least 2"),
+    ("certify MODEL --device-map nowhere", "nowhere"),
+]
+
+
+@pytest.mark.parametrize(("line", "says"), quick_or_slow(MISTAKES, [MISTAKES[0], MISTAKES[3], MISTAKES[15], MISTAKES[21]]))
+@pytest.mark.every_combination
 def test_a_mistake_prints_a_one_line_error(
-    arguments: list[str], says: str, folder: Path, text: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+    line: str, says: str, folder: Path, text: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    places = {name: tmp_path / name.lower() for name in MISTAKEN}
-    made = {name: _make(name, path, folder) for name, path in places.items() if name in arguments}
-    source = [] if "--source" in arguments or not made else ["--source", str(text)]
-    words = [str(made.get(word, folder if word == "MODEL" else word)) for word in arguments]
-    quick = QUICK if arguments and "--compare" not in arguments else []
-    given = ["--source", str(text)] if "MODEL" in arguments and not source and "--source" not in arguments else source
-    capsys.readouterr()
-    assert main(["audit", *words, *quick, *given]) == 2
-    told = capsys.readouterr().err.strip().splitlines()[-1]
-    assert says in told and told.startswith("holdfast: ") and "Traceback" not in told
+    name, *words = line.split()
+    places = {word: _make(word, tmp_path / word.lower(), folder) for word in words if word in MISTAKEN}
+    options = ["--source", text, *QUICK] if words and words[0] != "--compare" else []
+    done = command(name, *options, *({"MODEL": folder, **places}.get(word, word) for word in words))
+    told = done.stderr.splitlines()[-1]  # below what transformers logs
+    assert done.returncode == 2 and says in told and told.startswith("holdfast: ") and "Traceback" not in done.stderr
 
 
 def _make(kind: str, path: Path, folder: Path) -> Path:
@@ -183,13 +204,7 @@ def _make(kind: str, path: Path, folder: Path) -> Path:
         return path.with_suffix(".txt")
     shutil.copytree(folder, path)
     if kind == "DENSE":
-        sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 64}
-        config = transformers.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
-        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
-    elif kind == "STRANGE":
-        sizes = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 64, "num_attention_heads": 2}
-        config = transformers.GPTNeoXConfig(**sizes, intermediate_size=16)
-        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
+        tiny_dense("llama").save_pretrained(path)
     elif kind == "FOREIGN":
         tiny("mixtral", vocab_size=8).save_pretrained(path)
     elif kind == "NAN":
@@ -207,12 +222,12 @@ def _make(kind: str, path: Path, folder: Path) -> Path:
     return path
 
 
-def test_an_image_model_is_audited(tmp_path: Path) -> None:
+def test_an_image_model_is_audited(tmp_path: Path, command: Command) -> None:
     torch.manual_seed(0)
     out = tmp_path / "images"
     small = ["training.steps=2", "training.batch=8", "model.config.hidden_size=32", "sparse.hidden=32"]
-    assert main(["train", "vmoe-tiny", "--router", "smoe", "--out", str(out), "--set", *small]) == 0
-    assert main(["audit", str(out), "--perturb", "none,noise,batch", "--out", str(tmp_path / "audit")]) == 0
+    command.printed("train", "vmoe-tiny", "--router", "smoe", "--out", out, "--set", *small)
+    command.printed("audit", out, "--perturb", "none,noise,batch", "--out", tmp_path / "audit")
     report = AuditReport.load(tmp_path / "audit" / "audit.json")
     assert report.overall.loss and report.overall.loss > 0 and report.skipped["batch.left"].reason.startswith("images ")
     assert report.perturbations["batch.alone"].overall.flips == 0

@@ -8,9 +8,11 @@ import pytest
 import torch
 from auditing.audited_models import batches, sparse, texts, tokenizer
 from tiny import tiny
+from tiny_dense import inputs as dense_inputs
+from tiny_dense import tiny_dense
 
 import holdfast
-from holdfast.auditing import audit
+from holdfast.auditing import audit, what_if
 from holdfast.auditing.baseline import RadiusHistogram, count_groups
 from holdfast.metrics import RoutingReport
 
@@ -95,13 +97,78 @@ def test_the_tokens_at_risk_are_those_with_the_smallest_radii_decoded_in_context
         assert " ".join(around) == entry.context and entry.leaves != entry.enters
 
 
-def test_the_view_has_the_first_text_with_every_layers_radii() -> None:
-    found: Any = audit(tiny("mixtral"), texts(4, words=9), tokenizer=tokenizer(), perturb=["none"], at_risk=10_000, batch=2)
-    assert found.view is not None and found.view.pieces == texts(4, words=9)[0].split()
+def test_the_view_has_the_routes_of_a_direct_forward() -> None:
+    given: Any = {"tokenizer": tokenizer(), "at_risk": 10_000, "batch": 3, "noise": [0.05]}
+    model, read = tiny("mixtral"), texts(5, words=9)
+    found: Any = audit(model, read, **given)
+    assert ["".join(example.pieces) for example in found.view.examples] == read[:3]
+    inputs = tokenizer()(read[:3], return_tensors="pt", padding=True)
+    with torch.no_grad(), holdfast.trace(model.eval()) as traced:
+        model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+    for shown, routing in zip(found.view.routes.layers, traced, strict=True):
+        assert shown.experts == routing.experts.tolist() and shown.core is None
+        assert torch.tensor(shown.weights) / 1000 == pytest.approx(routing.weights, abs=6e-4)
+        best = routing.logits.sort(descending=True).values
+        assert shown.margins == pytest.approx((best[:, 1] - best[:, 2]).tolist(), rel=6e-3)
     for entry in found.at_risk:
-        if entry.batch == 0 and entry.sequence == 0:
-            assert found.view.layers[str(entry.layer)][entry.position] == entry.relative
-    assert audit(tiny("mixtral"), batches(1), perturb=["none"]).view is None  # numbers, and nobody to read them
+        if entry.batch == 0:
+            radii = found.view.routes.layers[entry.layer].radii
+            assert radii[9 * entry.sequence + entry.position] == pytest.approx(entry.relative, rel=6e-3)
+    assert audit(tiny("mixtral"), batches(1), perturb=["none"]).view is None  # ids, and no tokenizer to read them
+
+
+def test_the_view_has_as_many_flips_as_the_audit_counts() -> None:
+    found: Any = audit(tiny("mixtral"), texts(4, words=9), tokenizer=tokenizer(), batch=4, noise=[0.05], rate=0.3)
+    assert set(found.view.routes.perturbed) == set(found.perturbations) >= {"noise.0.05", "words", "batch.alone", "attack"}
+    total = 0
+    for name, one in found.view.routes.perturbed.items():
+        compared = sum(end - start for start, end in one.compared)
+        for layer, changed in enumerate(one.layers):
+            before = found.view.routes.layers[layer].experts
+            flips = sum(
+                set(before[token]) != set(after) for token, after in zip(changed.tokens, changed.experts, strict=True)
+            )
+            (counted,) = [entry for entry in found.perturbations[name].layers if entry.layer == layer]
+            assert (compared, flips) == (counted.tokens, round(counted.flips * counted.tokens)), name
+            total += flips
+    assert total > 20
+    assert sum(end - start for start, end in found.view.routes.perturbed["words"].compared) < 36
+
+
+@pytest.mark.parametrize("router", ["smooth", "remoe"])
+def test_a_what_if_has_the_routes_of_the_same_tokens(router: str) -> None:
+    model, given = tiny("mixtral"), {"tokenizer": tokenizer(), "perturb": ["noise"], "noise": [0.05]}
+    found: Any = what_if(model, texts(3), router, **given)
+    routers = [module for module in holdfast.reroute(model, router).modules() if isinstance(module, holdfast.Router)]
+    with torch.no_grad(), holdfast.trace(model.eval()) as traced:
+        model(
+            **{name: found for name, found in tokenizer()(texts(3), return_tensors="pt").items() if name != "token_type_ids"}
+        )
+    for shown, routing, own in zip(found.routes.layers, traced, routers, strict=True):
+        used = routing.used.sum(-1).tolist()
+        assert shown.experts == [row[:count] for row, count in zip(routing.experts.tolist(), used, strict=True)]
+        assert shown.core == own.select.declares.core
+
+
+@pytest.mark.parametrize(("model_type", "lengths", "finest"), [("vit", [17, 17, 17], 4), ("swin", [64, 64, 16, 16], 8)])
+def test_the_view_of_pictures_has_a_route_for_each_patch(model_type: str, lengths: list[int], finest: int) -> None:
+    model, given = holdfast.sparsify(tiny_dense(model_type), experts=4, router="smoe"), dense_inputs(model_type)
+    found: Any = audit(model, [given], perturb=["noise"], noise=[0.05])
+    with torch.no_grad(), holdfast.trace(model.eval()) as traced:
+        said = model(pixel_values=given["pixel_values"]).logits.argmax(-1).tolist()
+    assert [len(routing.experts) for routing in traced] == [2 * length for length in lengths]
+    names, pictures = model.config.id2label, [example.picture for example in found.view.examples]
+    assert [one.label for one in pictures] == [names[1], names[3]] and [one.said for one in pictures] == [
+        names[n] for n in said
+    ]
+    assert [one.grid for one in pictures] == [[finest, finest]] * 2
+    for shown, routing, length in zip(found.view.routes.layers, traced, lengths, strict=True):
+        side, patches = math.isqrt(length), finest * finest
+        for number in range(2 * patches):
+            picture, row, column = number // patches, number % patches // finest, number % finest
+            token = (picture + 1) * length - side * side + row * side // finest * side + column * side // finest
+            assert shown.experts[number] == routing.experts[token].tolist()
+    assert found.view.routes.perturbed["noise.0.05"].compared == [[0, 2 * finest * finest]]
 
 
 def test_groups_of_experts_that_no_token_connects_are_counted() -> None:

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from auditing.audited_models import batches, sparse, texts, tokenizer
+from commands import Command
 from tiny import EXTRA, tiny
 
 import holdfast
 from holdfast.auditing import certify_model
 from holdfast.certificates import Smoothing, certify
 from holdfast.hub import router_calls
-from holdfast_command import main
 
 
 @pytest.mark.parametrize("model_type", sorted(EXTRA))
@@ -69,42 +69,11 @@ def test_an_interruption_keeps_the_finished_batches() -> None:
     assert found.status == "interrupted" and found.tokens == 90
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("folder") / "model"
-    tiny("deepseek_v3").save_pretrained(path)
-    tokenizer().save_pretrained(path)
-    (path / "some.txt").write_text("\n".join(texts(100)))
-    return path
-
-
-def given(folder: Path, *more: str) -> list[str]:
-    return ["certify", str(folder), "--source", str(folder / "some.txt"), "--tokens", "64", "--length", "16", *more]
-
-
-def test_the_command_prints_a_table_and_writes_a_file(folder: Path, tmp_path: Path, capsys: Any) -> None:
-    out = tmp_path / "some.json"
-    assert main(given(folder, "--norm", "linf", "--out", str(out))) == 0
-    shown = capsys.readouterr().out
-    assert "lower bound" in shown and "0.001" in shown
-    stored = json.loads(out.read_text())
-    assert stored["schema"] == 1 and stored["how"]["norm"] == "linf" and len(stored["layers"]) == 2
+def test_the_command_prints_a_table_and_writes_a_file(folder: Path, text: Path, tmp_path: Path, command: Command) -> None:
+    given = ["certify", folder, "--source", text, "--tokens", "64", "--length", "16", "--out", tmp_path / "some.json"]
+    shown = command.printed(*given, "--norm", "linf")
+    assert "exact" in shown and "0.001" in shown
+    stored = json.loads((tmp_path / "some.json").read_text())
+    assert stored["schema"] == 1 and stored["how"]["norm"] == "linf" and len(stored["layers"]) == 3
     assert stored["data"]["checksum"] and stored["versions"]["holdfast"]
-    assert main(given(folder, "--out", str(out))) == 2 and "--force" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("more", "says"),
-    [
-        (["--sigma", "0"], "sigma is 0"),
-        (["--tokens", "0"], "tokens is 0"),
-        (["--batch", "0"], "batch is 0"),
-        (["--length", "1"], "at least 2"),
-        (["--source", "nowhere.txt"], "nowhere.txt"),
-        (["--device-map", "nowhere"], "nowhere"),
-    ],
-)
-def test_a_mistake_prints_a_one_line_error(more: list[str], says: str, folder: Path, capsys: Any) -> None:
-    assert main(given(folder, *more)) == 2
-    told = capsys.readouterr().err.strip().splitlines()[-1]
-    assert told.startswith("holdfast: ") and says in told and "Traceback" not in told
+    assert "--force" in command.refused(*given)

@@ -11,6 +11,7 @@ import torch
 from auditing.audited_models import batches, hooks, sparse, state, texts, tokenizer
 from tiny import tiny
 from torch import Tensor
+from wording import assert_refused
 
 import holdfast
 from holdfast.auditing import GeometryReport
@@ -20,12 +21,14 @@ from holdfast.auditing.layer_geometry import LayerTokens, nearest_jumps, nearest
 from holdfast.auditing.model_and_data import AuditedModel, audit_batches, evaluation_mode
 from holdfast.geometry import (
     NoGeometry,
+    affine_order,
     co_selection_widths,
+    jumps,
     mixed_entropies,
+    nearest_boundaries,
     nearest_ties,
     similarity_weights,
 )
-from holdfast.metrics import jump
 from holdfast.routing.declarations import Order
 
 QUICK: dict[str, Any] = {"walking": 16, "walks": 2, "pictures": 1}
@@ -72,12 +75,14 @@ def test_shares_near_ties_are_those_of_direct_calls(report: Any) -> None:
 def test_jumps_are_those_of_the_metric_and_smooth_has_none(report: Any) -> None:
     layer = observed(sparse(), 0)
     router, site = layer.call.route, layer.site
+    assert isinstance(router, holdfast.Router)
 
     def whole(points: Tensor) -> Tensor:
-        routing = router(points)  # type: ignore[operator]
+        routing = router(points)
         return site.experts(points, routing.experts, routing.weights)  # type: ignore[no-any-return]
 
-    _, wanted = jump(router, whole, layer.tokens)
+    order, k = affine_order(router, layer.tokens)
+    wanted = jumps(whole, nearest_boundaries(order, layer.tokens, k))
     found = nearest_jumps(layer, layer.flips())
     torch.testing.assert_close(found.limit, wanted.limit, rtol=1e-3, atol=1e-5)
     for measured in report.layers:
@@ -95,6 +100,19 @@ def test_walks_stay_inside_their_bounds(report: Any) -> None:
         for low, share, high in zip(found.lower, found.simulated, found.upper, strict=True):
             assert low <= high and low - slack <= share <= high + slack
         assert found.simulated[0] < found.simulated[-1]
+
+
+def test_a_walk_with_drift_and_hardly_any_noise_meets_the_nearest_boundary_on_time() -> None:
+    """With a drift of once the norm in one unit of time, a walk meets it at the relative distance of its token."""
+    settings = {**QUICK, "noise": 1e-6, "drift": 1.0, "walks": 1, "walking": 512, "pictures": 0, "what_if": None}
+    found: Any = holdfast.measure_geometry(sparse(), list(batches(1)), **settings)
+    for layer in found.layers:
+        within = dict(zip(layer.ties.widths, layer.ties.orders[0].shares, strict=True))
+        for values in (layer.hitting.simulated, layer.hitting.lower, layer.hitting.upper):
+            at = dict(zip(layer.hitting.times, values, strict=True))
+            shared = sorted(within.keys() & at.keys())
+            assert len(shared) == 9 and [at[time] for time in shared] == pytest.approx([within[time] for time in shared])
+        assert layer.hitting.tokens == layer.tokens
 
 
 @pytest.mark.parametrize("name", ["smoe", "xmoe", "ac", "mixtral", "gpt_oss", "granitemoe"])
@@ -228,6 +246,7 @@ def test_an_interrupted_report_has_the_finished_batches() -> None:
         ({"nois": 0.1}, "'noise'"),
         ({"noise": 0}, "noise is 0"),
         ({"noise": 2.0}, "noise is 2.0"),
+        ({"drift": -0.1}, "drift is -0.1"),
         ({"walks": 0}, "walks is 0"),
         ({"pictures": -1}, "pictures is -1"),
         ({"what_if": "smoth"}, "smooth"),
@@ -238,8 +257,7 @@ def test_an_interrupted_report_has_the_finished_batches() -> None:
 def test_a_mistake_is_found_before_the_first_forward(given: dict[str, Any], says: str) -> None:
     model = sparse()
     model.register_forward_pre_hook(lambda *_: pytest.fail("a forward"))
-    with pytest.raises(ValueError, match=says):
-        holdfast.measure_geometry(model, list(batches(1)), **given)
+    assert_refused(says, holdfast.measure_geometry, model, list(batches(1)), **given)
 
 
 @pytest.mark.slow
@@ -250,15 +268,13 @@ def test_weights_of_zero_are_refused_with_the_name_of_the_layer(zeros: str, says
         for name, weight in model.named_parameters():
             if zeros in name:
                 weight.zero_()
-    with pytest.raises(ValueError, match=f"^model.layers.0.mlp.gate: .*{says}"):
-        holdfast.measure_geometry(model, list(batches(1)), **QUICK)
+    assert_refused(f"^model.layers.0.mlp.gate: .*{says}", holdfast.measure_geometry, model, list(batches(1)), **QUICK)
 
 
 @pytest.mark.slow
 def test_a_rerouted_model_is_refused_with_a_what_if_and_measured_without() -> None:
     model = holdfast.reroute(tiny("mixtral"), "smooth")
-    with pytest.raises(ValueError, match="already rerouted"):
-        holdfast.measure_geometry(model, list(batches(1)), **QUICK)
+    assert_refused("already rerouted", holdfast.measure_geometry, model, list(batches(1)), **QUICK)
     report: Any = holdfast.measure_geometry(model, list(batches(1)), what_if=None, **QUICK)
     assert report.layers[0].jumps.routers[0].mean < 0.01
     assert report.layers[0].pictures.slices[0].extra[0] is not None
@@ -296,5 +312,8 @@ def test_statements_of_the_papers_are_those_of_direct_calls(report: Any) -> None
     assert slopes.top_k.jump > 0 and slopes.smooth.largest > 0.5
     widths = co_selection_widths(layer.route(layer.tokens, torch.arange(45)).chosen)
     assert found.co_selection.half_width == pytest.approx(float(widths.half_widths[widths.counts > 0].median()))
+    for moved, bound in zip(found.co_selection.joint, found.co_selection.joint_bound, strict=True):
+        assert 0 <= moved <= bound <= 1
+    assert 0 < found.co_selection.regularity < 0.5
     assert len(found.tsne.experts) == 45
     assert report.layers[1].theory is None  # only layers with pictures have it

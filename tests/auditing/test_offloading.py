@@ -4,14 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from auditing.audited_models import batches, hooks, sparse, state, texts, tokenizer
+from auditing.audited_models import batches, hooks, sparse, state
+from commands import Command
 from tiers import quick_or_slow
 from tiny import tiny
 
 import holdfast
 from holdfast.auditing import audit, certify_model, what_if
 from holdfast.hub import load
-from holdfast_command import main
 
 
 def on_disk(model: Any, folder: Path) -> Any:
@@ -42,18 +42,13 @@ def test_an_audit_of_a_model_on_disk_is_that_of_the_model_in_memory(model_type: 
     assert again.numbers() == found.numbers()
 
 
-def test_the_commands_take_a_device_map_and_an_offload_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_take_a_device_map_and_an_offload_folder(
+    folder: Path, text: Path, tmp_path: Path, command: Command
+) -> None:
     """The numbers are the same as without; this model fits, so nothing is offloaded."""
-    tiny("mixtral").save_pretrained(tmp_path / "model")
-    tokenizer().save_pretrained(tmp_path / "model")
-    (tmp_path / "some.txt").write_text("\n".join(texts(40)))
-    given = ["certify", str(tmp_path / "model"), "--source", str(tmp_path / "some.txt"), "--tokens", "64"]
-    assert main(given) == 0
-    expected = capsys.readouterr().out
-    assert main([*given, "--device-map", "auto", "--offload", str(tmp_path / "rest"), "--dtype", "float32"]) == 0
-    assert capsys.readouterr().out == expected
-    assert main([*given, "--dtype", "bfloat16"]) == 0
-    assert capsys.readouterr().out != expected
+    given = ["certify", folder, "--source", text, "--tokens", "64"]
+    mapped = command.printed(*given, "--device-map", "auto", "--offload", tmp_path / "rest", "--dtype", "float32")
+    assert mapped == command.printed(*given) != command.printed(*given, "--dtype", "bfloat16")
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from auditing.audited_models import ALL, batches, constant, hooks, sparse, state, texts, tokenizer
+from auditing.audited_models import batches, constant, hooks, sparse, state, texts, tokenizer
 from tiers import quick_or_slow
 from tiny import EXTRA, tiny
 from tiny_dense import inputs as dense_inputs
@@ -243,14 +243,6 @@ def test_the_attack_finds_more_flips_with_more_budget() -> None:
         assert found.perturbations["attack"].overall.loss.size > 0 or budget < 0.001
     assert rates[0] < rates[1] < rates[2] and rates[2] > 0.9
     assert changes[0] <= changes[1] < changes[2]
-
-
-def test_every_name_is_run_by_default_and_names_are_checked() -> None:
-    from holdfast.auditing import PERTURBATIONS
-
-    assert tuple(PERTURBATIONS) == ALL
-    with pytest.raises(ValueError, match="'noise'"):
-        audit(tiny("mixtral"), batches(), perturb=["nois"])
 
 
 def test_losses_are_compared_where_the_label_is_the_same() -> None:

@@ -15,7 +15,7 @@ from holdfast.auditing.model_and_data import AuditBatch, AuditedModel, from_batc
 from holdfast.auditing.perturbations import Noise
 from holdfast.routing import Scores, Selection
 
-REROUTED = ["symphony", "smooth", "top-p", "remoe", "similarity", "xmoe+symphony", "ac"]
+REROUTED = ["smoe", "symphony", "smooth", "top-p", "remoe", "similarity", "xmoe+symphony", "ac"]
 
 
 def pair(model: Any, level: float = 0.2, inputs: Any = None) -> tuple[AuditedModel, Observation, Observation, AuditBatch]:
@@ -77,24 +77,25 @@ def check(model: Any) -> int:
     return flipped
 
 
-@pytest.mark.parametrize("model_type", sorted(EXTRA))
-def test_flips_and_the_rest_add_up_to_the_change_of_the_layer_in_every_family(model_type: str) -> None:
-    assert check(tiny(model_type)) > 5
+KINDS = [("native", family) for family in sorted(EXTRA)]
+KINDS += [("rerouted", router) for router in REROUTED] + [("sparsified", "smoe"), ("sparsified", "smooth")]
 
 
-@pytest.mark.parametrize("router", REROUTED)
-def test_flips_and_the_rest_add_up_with_every_kind_of_router(router: str) -> None:
-    assert check(holdfast.reroute(tiny("mixtral"), router)) > 0
+def built(kind: str, name: str) -> Any:
+    """Return a family, a family with another router, or a dense model with experts."""
+    if kind == "rerouted":
+        return holdfast.reroute(tiny("olmoe" if name == "top-p" else "deepseek_v3"), name)
+    return tiny(name) if kind == "native" else sparse(name)
 
 
-@pytest.mark.parametrize("router", ["smoe", "smooth"])
-def test_flips_and_the_rest_add_up_in_a_sparsified_model(router: str) -> None:
-    assert check(sparse(router)) > 0
+@pytest.mark.parametrize(("kind", "name"), KINDS)
+def test_flips_and_the_rest_add_up_to_the_change_of_the_layer(kind: str, name: str) -> None:
+    assert check(built(kind, name)) > (5 if kind == "native" else 0)
 
 
-@pytest.mark.parametrize("model_type", sorted(EXTRA))
-def test_the_weights_of_an_unchanged_set_are_the_routers_own(model_type: str) -> None:
-    audited, before, _, _ = pair(tiny(model_type))
+@pytest.mark.parametrize(("kind", "name"), KINDS)
+def test_the_weights_of_an_unchanged_set_are_the_routers_own(kind: str, name: str) -> None:
+    audited, before, _, _ = pair(built(kind, name))
     for site, layer in zip(audited.moe_layers, before.layers, strict=True):
         assert torch.equal(held_weights(site, layer.routing.experts, layer.routing), layer.routing.weights)
 
@@ -110,13 +111,6 @@ def test_the_rule_of_every_family_gives_the_weights_of_its_gate(model_type: str)
         empty = live._replace(experts=torch.full_like(live.experts, scores.gates.shape[-1]))
         held = site.family.rule(site.gate).held_weights(live.experts, scores, empty)
         assert torch.allclose(held, live.weights, atol=1e-6)
-
-
-@pytest.mark.parametrize("router", [*REROUTED, "smoe"])
-def test_the_weights_of_an_unchanged_set_are_those_of_holdfast_routers(router: str) -> None:
-    audited, before, _, _ = pair(holdfast.reroute(tiny("deepseek_v3" if router != "top-p" else "olmoe"), router))
-    for site, layer in zip(audited.moe_layers, before.layers, strict=True):
-        assert torch.equal(held_weights(site, layer.routing.experts, layer.routing), layer.routing.weights)
 
 
 def test_the_held_weights_of_mixtral_are_a_softmax_over_the_held_set() -> None:

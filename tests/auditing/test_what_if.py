@@ -6,6 +6,7 @@ import pytest
 import torch
 from auditing.audited_models import batches, hooks, sparse, state
 from tiny import tiny
+from wording import assert_refused
 
 import holdfast
 from holdfast.auditing import audit, what_if
@@ -52,14 +53,12 @@ def test_the_model_is_restored_when_the_second_audit_fails() -> None:
 
     with pytest.raises(ZeroDivisionError):
         what_if(model, batches(), "smooth", perturb=["none"], progress=refuse)
-    with pytest.raises(ValueError, match="rerouted"):
-        holdfast.restore(model)
+    assert_refused("rerouted", holdfast.restore, model)
 
 
 def test_a_model_that_was_rerouted_before_is_refused() -> None:
     for model in (holdfast.reroute(tiny("mixtral"), "symphony"), holdfast.reroute(sparse(), "smooth")):
-        with pytest.raises(ValueError, match="restore"):
-            what_if(model, batches(), "smooth")
+        assert_refused("restore", what_if, model, batches(), "smooth")
 
 
 def test_another_router_may_be_for_some_layers_only() -> None:
@@ -67,8 +66,7 @@ def test_another_router_may_be_for_some_layers_only() -> None:
     found: Any = what_if(model, batches(), "switch[k=1]@2", perturb=["none"])
     assert found.cost["experts_per_token"].before == 2
     assert found.cost["experts_per_token"].after == pytest.approx(5 / 3)  # of three layers, one has a k of 1
-    with pytest.raises(ValueError, match="rerouted"):
-        holdfast.restore(model)
+    assert_refused("rerouted", holdfast.restore, model)
 
 
 def test_a_mistake_in_the_name_of_the_router_is_found_before_the_first_audit() -> None:
@@ -76,6 +74,5 @@ def test_a_mistake_in_the_name_of_the_router_is_found_before_the_first_audit() -
     for name, says in (("smooth@9", "there is no layer 9"), ("smoth", "did you mean 'smooth'")):
         with pytest.raises(ValueError, match=says):
             what_if(model, batches(), name, perturb=["none"], progress=lambda done, what: audited.append(what))
-        with pytest.raises(ValueError, match="rerouted"):
-            holdfast.restore(model)
+        assert_refused("rerouted", holdfast.restore, model)
     assert audited == []

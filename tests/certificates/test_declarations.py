@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from certificates.certified_routers import build, generator, linear_score
+from certificates.certified_routers import generator, linear_score
 from certificates.probing import directions, probe, sets_of
-from torch import Tensor, nn
+from outside_score import Distance
+from torch import Tensor
 
 from holdfast.attacks import attack_routes
 from holdfast.certificates import NORMS, NoCertificate, Norm, certify, rounding_errors
-from holdfast.kernels.fp32_linear import linear_float32
 from holdfast.kernels.select import top
 from holdfast.routing import (
     Context,
@@ -19,7 +19,6 @@ from holdfast.routing import (
     Linear,
     LinearScore,
     Router,
-    Score,
     ScoreDeclarations,
     Scores,
     Selection,
@@ -28,7 +27,6 @@ from holdfast.routing import (
     TopK,
     TopP,
 )
-from holdfast.routing.bounds import gamma, unit
 from holdfast.routing.declarations import (
     RELU,
     SIGMOID,
@@ -36,7 +34,6 @@ from holdfast.routing.declarations import (
     Conditions,
     GateFunction,
     Order,
-    Values,
     keep_above,
     keep_best,
 )
@@ -46,32 +43,10 @@ from holdfast.routing.rules import Rule
 DIM, EXPERTS = 6, 5
 
 
-class Distance(Score):
-    """logit_e = -|x - c_e|^2 / 2: its differences are affine in x, the logit is not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dim, self.experts = DIM, EXPERTS
-        self.centres = nn.Parameter(torch.randn(EXPERTS, DIM, generator=generator(3)))
-
-    def forward(self, tokens: Tensor, context: Context) -> Tensor:
-        lengths = tokens.float().square().sum(-1, keepdim=True) + self.centres.square().sum(-1)
-        return linear_float32(tokens, self.centres) - lengths / 2
-
-    @property
-    def declares(self) -> ScoreDeclarations:
-        return ScoreDeclarations(order=self.order)
-
-    def order(self, tokens: Tensor, context: Context) -> Order:
-        squares = self.centres.detach().double().square().sum(-1)
-        error = gamma(DIM + 4, unit(torch.float32))
-        return Order(
-            self.centres,
-            bias=-squares / 2,
-            shifted=True,
-            rounding=lambda length: 3 * error * ((length + squares.sqrt()).square()),
-            values=Values(),
-        )
+def by_distance(kind: type[Distance] = Distance) -> Distance:
+    """Return the score of the contributing page: differences of its logits are affine in x, a logit is not."""
+    torch.manual_seed(3)
+    return kind(DIM, EXPERTS, width=1.0)
 
 
 class Prototype(LinearScore):
@@ -164,12 +139,12 @@ def survives(router: Router, tokens: Tensor, norm: Norm) -> float:
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("select", [TopK(EXPERTS, 2), TopP(EXPERTS, p=0.2)], ids=["top-k", "top-p"])
 def test_a_declared_score_is_certified_and_the_radius_survives_attack(select: Selector, norm: Norm) -> None:
-    made = Router(Distance(), select=select).eval()
+    made = Router(by_distance(), select=select).eval()
     assert survives(made, tokens_of(), norm) > 0.95
 
 
 def test_the_radius_of_a_declared_score_is_the_distance_to_the_nearest_plane() -> None:
-    made, tokens = Router(Distance(), select=TopK(EXPERTS, 1)).eval(), tokens_of()
+    made, tokens = Router(by_distance(), select=TopK(EXPERTS, 1)).eval(), tokens_of()
     centres = made.score.get_parameter("centres").detach().double()
     found = certify(made, tokens)
     assert found.kind == "exact"
@@ -196,14 +171,14 @@ def test_a_declared_expert_graph_is_certified_and_the_radius_survives_attack() -
 
 
 def test_declared_rounding_outside_of_the_product_is_subtracted() -> None:
-    made, tokens = Router(Distance(), select=TopK(EXPERTS, 2)).eval(), tokens_of()
+    made, tokens = Router(by_distance(), select=TopK(EXPERTS, 2)).eval(), tokens_of()
     found = certify(made, tokens)
 
     class Careless(Distance):
         def order(self, tokens: Tensor, context: Context) -> Order:
             return replace(super().order(tokens, context), rounding=None)
 
-    careless = Router(Careless(), select=made.select).eval()
+    careless = Router(by_distance(Careless), select=made.select).eval()
     other = certify(careless, tokens)
     assert torch.equal(found.distance, other.distance) and (found.radius < other.radius).all()
     errors = (rounding_errors(each, tokens, torch.float32) for each in (made, careless))
@@ -219,7 +194,7 @@ def test_declared_rounding_outside_of_the_product_is_subtracted() -> None:
         (Router(Linear(DIM, EXPERTS), TopK(EXPERTS, 2), [Reverse()]), "Reverse: it declares no graph"),
         (Router(Linear(DIM, EXPERTS), TopK(EXPERTS, 2), [Against()]), "Against: .* negative entries"),
         (Router(Linear(DIM, EXPERTS), TopK(EXPERTS, 2), [Blur()]), "Blur: it declares no mixing"),
-        (Router(Distance(), select=DeclaredWithinReach()), "Distance.*DeclaredWithinReach reads the logits themselves"),
+        (Router(by_distance(), select=DeclaredWithinReach()), "Distance.*DeclaredWithinReach reads the logits themselves"),
     ],
     ids=["score", "values", "selector", "expert side", "negative graph", "token side", "shifted logits"],
 )
@@ -260,22 +235,3 @@ def test_only_declared_gate_functions_are_certified(gate: GateFunction) -> None:
             certify(made, tokens_of())
     with pytest.raises(NoCertificate, match="'mine'"):
         certify(build(replace(gate, name="mine")), tokens_of())
-
-
-def test_every_named_router_declares_the_sets_of_its_forward() -> None:
-    """The set that the declared conditions keep is the set that was chosen, or the declared core of it."""
-    for name in ("linear", "bias", "xmoe", "ac", "remoe", "smooth", "symphony row", "top-p", "symphony+smooth"):
-        made, tokens, context = build(name)
-        declared_order, of_select = made.score.declares.order, made.select.declares
-        assert declared_order is not None and of_select.conditions is not None
-        order = declared_order(tokens, context)
-        assert order is not None and order.values is not None
-        routing = made(tokens, context)
-        logits, gates = routing.logits.unsqueeze(0), routing.gates.unsqueeze(0)
-        scores = Scores.from_gates(gates, logits) if made.informers else Scores(logits, gates, informed=False, raw=logits)
-        declared = of_select.conditions(scores)
-        assert declared is not None
-        if of_select.core is None:
-            assert torch.equal(declared.chosen, routing.chosen)
-        else:
-            assert (declared.chosen.sum(1) == of_select.core).all() and not (declared.chosen & ~routing.chosen).any()

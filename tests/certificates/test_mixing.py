@@ -108,5 +108,8 @@ def test_mixed_gates_that_are_not_a_softmax_are_refused() -> None:
     tokens = torch.randn(1, 5, 6, generator=generator(0))
     with pytest.raises(NoCertificate, match="smoothing=Smoothing"):
         certify(made, tokens)
-    found = certify(made, tokens, smoothing=Smoothing(sigma=0.1, samples=50, selection=20))
-    assert found.kind == "probabilistic" and "majority vote" in found.about
+    smoothing = Smoothing(sigma=0.1, samples=50, selection=20)
+    found = certify(made, tokens, smoothing=smoothing)
+    assert found.kind == "probabilistic" and "majority vote" in found.about and (found.radius > 0).any()
+    known = create_router("smoe", dim=6, experts=4, k=2).eval()
+    assert certify(known, tokens, smoothing=smoothing).kind == "exact"  # a known bound comes first

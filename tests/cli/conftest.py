@@ -21,7 +21,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def forget(known: dict[str, set[str]]) -> None:
     """Unregister all names but the known ones, as in a process that has loaded no plugin."""
-    for registry in plugins._registries:
+    for registry in plugins._registries.values():
         for name in set(registry.names()) - known[registry.plural]:
             registry.remove(name)
     plugins._plugins.clear()
@@ -30,6 +30,8 @@ def forget(known: dict[str, set[str]]) -> None:
 @pytest.fixture(autouse=True)
 def known_names() -> Iterator[dict[str, set[str]]]:
     """Unregister what a test has registered, with a plugin or without."""
-    known = {registry.plural: set(registry.names()) for registry in plugins._registries}
+    import holdfast.public  # noqa: F401  (so that every registry is there)
+
+    known = {registry.plural: set(registry.names()) for registry in plugins._registries.values()}
     yield known
     forget(known)

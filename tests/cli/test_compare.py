@@ -48,6 +48,9 @@ def test_a_comparison_ends_with_a_table_and_the_path_of_its_figures(
     else:
         done = command("compare", *given)
     assert done.returncode == 0, done.stderr
+    for cell in ("smoe, seed 0", "smoe, seed 1", "smooth, seed 0", "smooth, seed 1", "smoe, top 3, seed 1"):
+        assert f" {cell}: train" in done.stderr and f" {cell}: evaluate and attack" in done.stderr
+    assert "% done, about " in done.stderr
     lines = done.stdout.splitlines()
     for name in ("smoe ", "smooth ", "smoe, top 3 "):
         (row,) = [line for line in lines if line.startswith(name)]
@@ -65,7 +68,7 @@ def test_a_comparison_ends_with_a_table_and_the_path_of_its_figures(
     for row in found["rows"]:
         assert row["cost"]["low"] < row["cost"]["mean"] < row["cost"]["high"]
         assert f"{100 * math.expm1(row['cost']['mean']):+.2f}%" in done.stdout
-    assert mentions(done.stdout, "llama", "2 layers", "some.txt", "2 seeds")
+    assert mentions(" ".join(done.stdout.split()), "llama", "2 layers", "some.txt", "2 seeds")
     assert len(found["cells"]) == 6
     assert hashlib.sha256((out / "results.json").read_bytes()).hexdigest() in (out / "report.html").read_text()
     assert found["run"]["data"]["checksum"]

@@ -20,13 +20,12 @@ WRITERS = {
 }
 
 
-def out(name: str, folder: Path) -> str:
-    return str(folder if name == "audit" else folder / "out.json")
+def file_of(name: str) -> str:
+    return "audit.json" if name == "audit" else "out.json"
 
 
-def refused(ended: object, sentence: str) -> None:
-    code, said = ended.returncode, ended.stderr  # type: ignore[attr-defined]
-    assert code == 2 and said.startswith("holdfast: ") and said.count("\n") == 1 and sentence in said, said
+def out(name: str, folder: Path) -> Path:
+    return folder if name == "audit" else folder / "out.json"
 
 
 @pytest.mark.parametrize("name", WRITERS)
@@ -34,20 +33,18 @@ def refused(ended: object, sentence: str) -> None:
 def test_a_file_that_another_process_writes_is_refused_before_the_work(
     name: str, force: tuple[str, ...], tmp_path: Path, command: Command
 ) -> None:
-    require_free(tmp_path / ("audit.json" if name == "audit" else "out.json"), force=False)
+    require_free(tmp_path / file_of(name), force=False)
     with locked_files:
-        ended = command(*WRITERS[name], "--out", out(name, tmp_path), *force)
-    refused(ended, "out.json is being written by another process" if name != "audit" else "audit.json is being written")
-    ended = command(*WRITERS[name], "--out", out(name, tmp_path / "new" / "folder"))
-    refused(ended, NOWHERE)  # and the lock is gone with the command
+        told = command.refused(*WRITERS[name], "--out", out(name, tmp_path), *force)
+    assert f"{file_of(name)} is being written by another process" in told
+    assert NOWHERE in command.refused(*WRITERS[name], "--out", out(name, tmp_path / "new"))  # the lock went with the command
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_link_in_place_of_a_file_is_refused(name: str, tmp_path: Path, command: Command) -> None:
-    place = tmp_path / ("audit.json" if name == "audit" else "out.json")
-    place.symlink_to(tmp_path / "victim")
-    refused(command(*WRITERS[name], "--out", out(name, tmp_path), "--force"), "is a symbolic link")
+    (tmp_path / file_of(name)).symlink_to(tmp_path / "victim")
+    assert "is a symbolic link" in command.refused(*WRITERS[name], "--out", out(name, tmp_path), "--force")
     assert not (tmp_path / "victim").exists()
 
 
@@ -56,8 +53,8 @@ def test_a_second_training_in_a_folder_is_refused(tmp_path: Path, command: Comma
     lock = Lock(tmp_path / "run")
     assert lock.attempt() is None
     few = ("--set", "training.steps=1", "data.length=16", "training.batch=2")
-    ended = command("train", "tiny", "--out", str(tmp_path / "run"), *few)
-    assert ended.returncode == 2 and mentions(ended.stderr, "run ", f"process {os.getpid()} ")
+    told = command.refused("train", "tiny", "--out", tmp_path / "run", *few)
+    assert mentions(told, "run ", f"process {os.getpid()} ")
     lock.release()
     assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
 

@@ -51,6 +51,12 @@ MISTAKES = {
         ("--route --dim 0", "divisible by 4"),
         ("--route --sequences 1000000", "the text"),
     ],
+    "recipes": [("tinny", "did you mean 'tiny'?")],
+    "run": [
+        ("-- no-such-program --help", "'no-such-program'"),
+        ("no-such-file.py", "no-such-file.py"),
+        ("--plugin=nowhere.py -- python -c \"print('started')\"", "the plugin nowhere.py cannot be read"),
+    ],
     "compare": [
         ("--recipe tinny", "'tiny'"),
         ("--routers smoe,smoth", "'smooth'"),
@@ -77,7 +83,5 @@ def test_a_mistake_is_one_sentence_and_no_traceback(
     for name, text in {"broken": "{", "other": '{"model_type": "lama"}', "nameless": "{}"}.items():
         Path(name).mkdir()
         Path(name, "config.json").write_text(text)
-    done = command(*shlex.split(line), columns=160)
-    assert done.returncode == 2 and says in done.stderr
-    assert done.stderr.count("\n") == 1 and done.stderr.startswith("holdfast: ")
+    assert says in command.refused(*shlex.split(line))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "nameless", "other"]

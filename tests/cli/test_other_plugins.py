@@ -12,6 +12,7 @@ import torch
 from cli import conftest
 from commands import Command
 from test_docs import ROOT, blocks
+from wording import assert_refused
 
 import holdfast
 from holdfast import plugins
@@ -34,19 +35,6 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return given
 
 
-def run(command: Command, *arguments: str) -> str:
-    done = command(*arguments, columns=200)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def refused(command: Command, *arguments: str) -> str:
-    done = command(*arguments, columns=200)
-    (sentence,) = (line for line in done.stderr.splitlines() if not re.match(r"\d\d:\d\d:\d\d ", line))  # no phases
-    assert done.returncode == 2, done.stderr
-    return sentence
-
-
 def test_the_examples_are_short() -> None:
     assert len(EXAMPLES) == 3
     for example in EXAMPLES:
@@ -56,7 +44,7 @@ def test_the_examples_are_short() -> None:
 
 def test_the_examples_work_in_every_command(files: list[str], command: Command) -> None:
     used = ["data.source=sums", "attack.name=backwards", "metrics=[surprises,accuracy]"]
-    shown = run(command, "compare", "--routers", "smoe", "--seeds=1", "--out", "compared", *files, "--set", *SMALL, *used)
+    shown = command.printed("compare", "--routers", "smoe", "--seeds=1", "--out", "compared", *files, "--set", *SMALL, *used)
     assert "backwards: " in shown and "surprises" in shown and "on sums" in shown
     stored = json.loads(Path("compared/results.json").read_text())
     assert stored["run"]["data"]["name"] == "sums" and stored["run"]["attack"]["attack"] == "backwards"
@@ -67,12 +55,12 @@ def test_the_examples_work_in_every_command(files: list[str], command: Command) 
     page = Path("compared/report.html").read_text()
     assert "Other metrics" in page and "share of labels with a probability below 1%; lower is better" in page
     home = "compared/cells/smoe-seed0"
-    assert "surprises" in run(command, "evaluate", home, *files, "--out", "scores.json")
+    assert "surprises" in command.printed("evaluate", home, *files, "--out", "scores.json")
     scores = json.loads(Path("scores.json").read_text())
     assert scores["clean"]["metrics"] == pytest.approx(cell["clean"]["metrics"])
-    attacked = run(command, "attack", home, "backwards", "--rate", "0.3", *files)
+    attacked = command.printed("attack", home, "backwards", "--rate", "0.3", *files)
     assert "backwards: " in attacked and "On untouched words" in attacked
-    audited = run(command, "audit", home, "--perturb", "backwards,words", "--tokens=64", "--length=16", *files)
+    audited = command.printed("audit", home, "--perturb", "backwards,words", "--tokens=64", "--length=16", *files)
     assert re.search(r"^backwards +\S+%", audited, flags=re.MULTILINE)
 
 
@@ -83,59 +71,40 @@ def test_a_run_without_its_plugin_or_with_another_version_is_one_sentence(
     files: list[str], command: Command, known_names: dict[str, set[str]], caplog: pytest.LogCaptureFixture
 ) -> None:
     given = ["compare", "--routers", "smoe", "--seeds=1", "--out", "compared", "--set", *SMALL, "data.source=sums"]
-    run(command, *given, *files)
+    command.printed(*given, *files)
     home = "compared/cells/smoe-seed0"
     conftest.forget(known_names)
-    assert "needs dataset 'sums' of the plugin example0.py" in refused(command, "evaluate", home)
+    assert "needs dataset 'sums' of the plugin example0.py" in command.refused("evaluate", home)
     Path("own.txt").write_text("\n\n".join(f"line {n} of a text of one's own." for n in range(400)))
-    run(command, "evaluate", home, "--source", "own.txt")  # other data need no plugin
-    assert "unknown dataset 'sums'" in refused(command, *given)
+    command.printed("evaluate", home, "--source", "own.txt")  # other data need no plugin
+    assert "unknown dataset 'sums'" in command.refused(*given)
     assert "another version" not in caplog.text
     Path("example0.py").write_text(EXAMPLES[0] + "# changed\n")
-    run(command, "evaluate", home, *files)
+    command.printed("evaluate", home, *files)
     assert caplog.text.count("another version of the plugin example0.py") == 1
-    assert "other plugins, or another version of one" in refused(command, *given, *files)
+    assert "other plugins, or another version of one" in command.refused(*given, *files)
 
 
-@pytest.mark.parametrize(
-    ("kind", "text", "arguments"),
-    [
-        ("dataset", "@holdfast.register_dataset('bad', task='text', about='')\ndef bad(folder):\n    return {}['x']", []),
-        (
-            "attack",
-            "@holdfast.register_attack('bad', task='text', about='')\ndef bad(texts, *, rate):\n    return texts.x",
-            ["attack.name=bad"],
-        ),
-        (
-            "metric",
-            "@holdfast.register_metric('bad', of='logits', about='')\ndef bad(logits, labels):\n    return logits[9**9]",
-            ["metrics=[bad]"],
-        ),
-    ],
-)
+FAILING = {  # what it registers, its arguments and what it returns; how it is used, and its error
+    "dataset": ("task='text'", "folder", "{}['x']", "data.source=bad", "KeyError: 'x'"),
+    "attack": ("task='text'", "texts, *, rate", "texts.x", "attack.name=bad", "AttributeError: "),
+    "metric": ("of='logits'", "logits, labels", "logits[9**9]", "metrics=[bad]", "IndexError: "),
+}
+
+
+@pytest.mark.parametrize(("kind", "jobs"), [*((kind, 1) for kind in FAILING), ("metric", 2)])
 def test_an_error_inside_a_plugin_names_it_and_its_line(
-    kind: str, text: str, arguments: list[str], command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, jobs: int, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also if it comes from a worker, which is a process of its own."""
     monkeypatch.chdir(tmp_path)
-    Path("bad.py").write_text(f"import holdfast\n{text}\n")
+    of, arguments, returned, used, error = FAILING[kind]
+    register = f"@holdfast.register_{kind}('bad', {of}, about='')"
+    Path("bad.py").write_text(f"import holdfast\n{register}\ndef bad({arguments}):\n    return {returned}\n")
     Path("own.txt").write_text("\n\n".join(f"line {n} of a text of one's own." for n in range(400)))
-    source = "data.source=bad" if kind == "dataset" else "data.source=own.txt"
-    given = ["compare", "--routers=smoe", "--seeds=1", "--plugin=bad.py", "--set", *SMALL, source, *arguments]
-    error = {"dataset": "KeyError: 'x'", "attack": "AttributeError: ", "metric": "IndexError: "}[kind]
-    assert f"holdfast: the plugin bad.py failed at line 4: {error}" in refused(command, *given)
-
-
-@pytest.mark.slow  # two processes import everything
-def test_an_error_inside_a_plugin_comes_from_a_worker_as_one_sentence(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    text = "@holdfast.register_metric('bad', of='logits', about='')\ndef bad(logits, labels):\n    return {}['x']"
-    Path("bad.py").write_text(f"import holdfast\n{text}\n")
-    Path("own.txt").write_text("\n\n".join(f"line {n} of a text of one's own." for n in range(400)))
-    given = ["compare", "--routers=smoe,switch", "--seeds=1", "--plugin=bad.py", "--jobs=2", "--set", *SMALL]
-    told = refused(command, *given, "data.source=own.txt", "metrics=[bad]")
-    assert "the plugin bad.py failed at line 4: KeyError" in told
+    routers = ["--routers=smoe,switch" if jobs > 1 else "--routers=smoe", f"--jobs={jobs}"]
+    given = [*routers, "--seeds=1", "--plugin=bad.py", "--set", *SMALL, "data.source=own.txt", used]
+    assert f"holdfast: the plugin bad.py failed at line 4: {error}" in command.refused("compare", *given)
 
 
 def test_an_attack_on_pixels_and_images_of_a_plugin_are_used(files: list[str], command: Command) -> None:
@@ -152,17 +121,17 @@ def test_an_attack_on_pixels_and_images_of_a_plugin_are_used(files: list[str], c
     small = [part for part in SMALL if not part.startswith("data.")] + ["model.config.num_hidden_layers=2"]
     used = ["data.source=bars", "attack.name=brightness", "attack.steps=2", "metrics=[accuracy]"]
     given = [*files, "--plugin", "bars.py"]
-    run(command, "compare", "--recipe=vmoe-tiny", "--routers=smoe", "--seeds=1", *given, "--set", *small, *used)
+    command.printed("compare", "--recipe=vmoe-tiny", "--routers=smoe", "--seeds=1", *given, "--set", *small, *used)
     cell = json.loads(Path("comparison/cells/smoe-seed0/result.json").read_text())
     assert cell["attacked"]["attack"] == "brightness" and cell["attacked"]["realised"] <= 0.1
     assert cell["clean"]["metrics"]["accuracy"] == pytest.approx(1 - cell["clean"]["figure"] / 100)
     assert cell["attacked"]["metrics"]["accuracy"] == pytest.approx(1 - cell["attacked"]["figure"] / 100)
     assert "brightness" in cell["trials"]
     home = "comparison/cells/smoe-seed0"
-    assert "brightness" in run(command, "attack", home, "brightness", "--budget=0.2", *given)
-    told = refused(command, "attack", home, "backwards", "--rate=0.2", *given)
+    assert "brightness" in command.printed("attack", home, "brightness", "--budget=0.2", *given)
+    told = command.refused("attack", home, "backwards", "--rate=0.2", *given)
     assert "attacks texts" in told
-    told = refused(command, "evaluate", home, "--source=sums", *given)
+    told = command.refused("evaluate", home, "--source=sums", *given)
     assert "sums is a text (task: text); this needs a set of images (task: images)" in told
 
 
@@ -200,15 +169,13 @@ class NeedsAnArgument:
 def test_a_wrong_registration_is_one_sentence(
     register: Register, options: dict[str, Any], function: Any, sentence: str
 ) -> None:
-    with pytest.raises(ValueError, match=re.escape(sentence)):
-        register("own", about="", **options)(function)
-    assert "own" not in (*plugins._registries[0].names(), *ATTACKS.names(), *METRICS.names(), *corpora())
+    assert_refused(re.escape(sentence), register("own", about="", **options), function)
+    assert "own" not in (*plugins._registries["routers"].names(), *ATTACKS.names(), *METRICS.names(), *corpora())
 
 
 @pytest.mark.parametrize("name", ["", "a b", "a/b", "../x", "a,b", "a=b", "a.b", None])
 def test_a_name_must_fit_on_a_command_line_and_in_a_file_name(name: Any) -> None:
-    with pytest.raises(ValueError, match="cannot be the name of"):
-        holdfast.register_metric(name, of="losses", about="")(lambda losses: losses)
+    assert_refused("cannot be the name of", holdfast.register_metric(name, of="losses", about=""), lambda losses: losses)
 
 
 def test_names_clash_with_those_of_the_package() -> None:
@@ -225,13 +192,13 @@ def test_a_misspelt_name_gets_the_nearest_one(command: Command) -> None:
     for names, sentence in (
         (["data.source=python-dcs"], "did you mean 'python-docs'?"),
         (["attack.name=typo"], "did you mean 'typos'?"),
-        (["attack.name=pgd"], "pgd is an attack for the task images, but this task is text: use words, generic, typos."),
+        (["attack.name=pgd"], "pgd is an attack for the task images, but this task is text: use words, generic, typos,"),
         (["attack.name=words", "attack.token=AAA"], "leave the token out"),
         (["metrics=[acuracy]"], "did you mean 'accuracy'?"),
         (["metrics=[accuracy,accuracy]"], "name each only once"),
         (["data.source=digits"], "digits is a set of images (task: images); this needs a text (task: text)"),
     ):
-        assert sentence in refused(command, "compare", "--routers=smoe", "--out=nowhere", "--set", *names)
+        assert sentence in command.refused("compare", "--routers=smoe", "--out=nowhere", "--set", *names)
     assert not Path("nowhere").exists()
 
 
@@ -253,8 +220,7 @@ def texts(**splits: Any) -> dict[str, Any]:
 )
 def test_texts_that_are_not_what_a_dataset_returns(returned: Any, sentence: str) -> None:
     holdfast.register_dataset("own", task="text", about="mine")(lambda folder: returned)
-    with pytest.raises(ValueError, match=re.escape(sentence)):
-        corpus("own")
+    assert_refused(re.escape(sentence), corpus, "own")
 
 
 def test_texts_of_a_dataset_are_documents_with_a_checksum(tmp_path: Path) -> None:
@@ -290,8 +256,7 @@ PIXELS, LABELS = np.zeros((4, 1, 2, 2), dtype=np.uint8), np.array([0, 1, 0, 1])
 )
 def test_images_that_are_not_what_a_dataset_returns(pair: Any, sentence: str) -> None:
     holdfast.register_dataset("own", task="images", about="mine")(lambda folder: dict.fromkeys(SPLITS, pair))
-    with pytest.raises(ValueError, match=re.escape(sentence)):
-        image_set("own")
+    assert_refused(re.escape(sentence), image_set, "own")
 
 
 SPLITS = ("train", "valid", "test")
@@ -300,8 +265,7 @@ SPLITS = ("train", "valid", "test")
 def test_a_class_that_is_only_in_the_test_images_is_refused() -> None:
     splits = {**dict.fromkeys(SPLITS, (PIXELS, LABELS)), "test": (PIXELS, LABELS + 1)}
     holdfast.register_dataset("own", task="images", about="mine")(lambda folder: splits)
-    with pytest.raises(ValueError, match="test has a class that is not in the training images"):
-        image_set("own")
+    assert_refused("test has a class that is not in the training images", image_set, "own")
 
 
 def test_pixels_between_0_and_1_are_kept_to_the_precision_of_a_byte() -> None:
@@ -323,8 +287,7 @@ def test_an_attack_that_changes_more_than_it_says_is_refused() -> None:
         ("none", lambda texts, rate: None, "returned NoneType; expected an AttackedText"),
     ):
         holdfast.register_attack(name, task="text", about="")(function)
-        with pytest.raises(ValueError, match=sentence):
-            attack_texts(find_attack(name), ["some words", "more words"], rate=0.5, seed=0)
+        assert_refused(sentence, attack_texts, find_attack(name), ["some words", "more words"], rate=0.5, seed=0)
 
 
 def test_an_attack_beyond_its_budget_is_refused() -> None:
@@ -399,8 +362,7 @@ def test_metrics_over_batches_equal_those_of_all_rows() -> None:
 )
 def test_a_metric_with_a_wrong_result_is_one_sentence(value: Any, sentence: str) -> None:
     holdfast.register_metric("own", of="losses", about="")(lambda losses: value)
-    with pytest.raises(ValueError, match=sentence):
-        ChosenMetrics(["own"]).update(torch.randn(3, 4), torch.tensor([0, 1, 2]))
+    assert_refused(sentence, ChosenMetrics(["own"]).update, torch.randn(3, 4), torch.tensor([0, 1, 2]))
 
 
 def test_a_folder_may_name_a_dataset_only_if_the_user_has_named_its_file(files: list[str], tmp_path: Path) -> None:
@@ -410,8 +372,7 @@ def test_a_folder_may_name_a_dataset_only_if_the_user_has_named_its_file(files: 
 
     holdfast.register_dataset("own", task="text", about="as of an installed package")(lambda folder: texts())
     record = TaskRecord(tmp_path, load_recipe("tiny", {"data.source": "own"}), {})
-    with pytest.raises(ValueError, match="add --source own"):
-        record.source()
+    assert_refused("add --source own", record.source)
     assert record.source("own") == "own"
     holdfast.load_plugin("example0.py")
     assert TaskRecord(tmp_path, load_recipe("tiny", {"data.source": "sums"}), {}).source() == "sums"

@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import Command
+from report.stored import stored
 from wording import mentions
 
 from holdfast.cli.common import locked_files, require_folder, require_free
-from holdfast_command import main
 
 FILES = [["evaluate", "MODEL"], ["attack", "MODEL", "words", "--rate", "0.1"], ["certify", "MODEL"]]
 FOLDERS = [["audit", "MODEL"], ["train", "tiny"], ["compare"]]
@@ -16,20 +17,15 @@ COMMANDS = [*FILES, *FOLDERS, ["report", "COMPARED"]]
 
 
 @pytest.fixture
-def run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+def run(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The command with this --out. Its model does not exist, and no task may be made: the place is looked at first."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     for module in ("training", "comparison"):
         monkeypatch.setattr(f"holdfast.train.{module}.make_task", lambda *_: pytest.fail("the work has begun"))
 
     def call(arguments: list[str], out: Path) -> str:
-        words = [{"MODEL": "not/loaded", "COMPARED": str(tmp_path / "compared")}.get(word, word) for word in arguments]
-        assert main([*words, "--out", str(out)]) == 2
-        told = capsys.readouterr().err.strip()
-        assert told.startswith("holdfast: ") and len(told.splitlines()) == 1
-        return told
-
-    from report.stored import stored
+        words = [{"MODEL": "not/loaded", "COMPARED": tmp_path / "compared"}.get(word, word) for word in arguments]
+        return command.refused(*words, "--out", out)
 
     (tmp_path / "compared").mkdir()
     (tmp_path / "compared" / "results.json").write_text(json.dumps(stored()))

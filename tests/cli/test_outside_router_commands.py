@@ -20,26 +20,20 @@ def plugin(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[
     return ["--plugin", "outside.py"]
 
 
-def run(command: Command, *arguments: str) -> str:
-    done = command(*arguments, columns=200)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_a_router_outside_the_package_works_in_every_command(plugin: list[str], command: Command) -> None:
-    assert "distance" in run(command, "routers", *plugin)
-    planned = json.loads(run(command, "plan", "llama", "--experts", "4", "--routers", "distance,smoe", "--json", *plugin))
+    assert "distance" in command.printed("routers", *plugin)
+    planned = json.loads(command.printed("plan", "llama", "--experts", "4", "--routers", "distance,smoe", "--json", *plugin))
     assert "cost not declared" not in json.dumps(planned) and "distance" in json.dumps(planned)
     small = ["--seeds=1", "--set", *SMALL, "training.steps=2", "data.source=some.txt"]
-    run(command, "compare", "--routers", "smoe,distance", *small, "--out", "compared", *plugin)
+    command.printed("compare", "--routers", "smoe,distance", *small, "--out", "compared", *plugin)
     home = "compared/cells/distance-seed0"
-    certified = run(command, "certify", home, "--source", "some.txt", "--length", "16", "--tokens", "64", *plugin)
+    certified = command.printed("certify", home, "--source", "some.txt", "--length", "16", "--tokens", "64", *plugin)
     assert "exact" in certified and "no certificate" not in certified
     given = ["--source", "some.txt", "--length", "16", "--tokens", "64", "--perturb", "noise", "--out", "audited"]
-    run(command, "audit", home, *given, *plugin)
+    command.printed("audit", home, *given, *plugin)
     (stored,) = Path("audited").rglob("*.json")
     assert json.loads(stored.read_text())["perturbations"]["noise.0.01"]["overall"]["output"]["rest"] >= 0
-    run(command, "evaluate", home, "--source", "some.txt", *plugin)
+    command.printed("evaluate", home, "--source", "some.txt", *plugin)
     loaded = holdfast.load(f"{home}/model")
     holdfast.save(loaded, "again")
     assert type(holdfast.load("again")) is type(loaded)

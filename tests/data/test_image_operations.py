@@ -1,4 +1,4 @@
-"""RandAugment's operations equal Pillow's, for colour and grey images of awkward sizes; draws follow a key."""
+"""RandAugment's operations are those of timm, for colour and grey images of awkward sizes; draws follow a key."""
 
 import math
 from collections.abc import Callable
@@ -11,7 +11,8 @@ from scipy import stats
 from torch import Tensor
 
 from holdfast.data.draws import Draws
-from holdfast.data.image_operations import OPERATIONS
+from holdfast.data.image_operations import OPERATIONS, randaugment
+from holdfast.data.images import as_picture, from_picture
 
 GREY = (128, 128, 128)
 
@@ -52,7 +53,6 @@ PILLOW: dict[str, Callable[[Image.Image, float], Image.Image]] = {
     "translate_x": lambda image, share: _affine(image, (1, 0, share * image.size[0], 0, 1, 0)),
     "translate_y": lambda image, share: _affine(image, (1, 0, 0, 0, 1, share * image.size[1])),
 }
-INTERPOLATED = {"rotate", "shear_x", "shear_y", "translate_x", "translate_y"}
 
 
 def images(channels: int, height: int, width: int) -> Tensor:
@@ -65,38 +65,33 @@ def images(channels: int, height: int, width: int) -> Tensor:
     return torch.from_numpy(np.stack([noise, slope, np.full_like(noise, 77), few, two]).astype(np.uint8))
 
 
-def as_pillow(image: Tensor) -> Image.Image:
-    array = image.permute(1, 2, 0).numpy()
-    return Image.fromarray(array if array.shape[2] == 3 else array[:, :, 0])
-
-
-def from_pillow(image: Image.Image) -> Tensor:
-    array = np.array(image)
-    return torch.from_numpy(array[:, :, None] if array.ndim == 2 else array).permute(2, 0, 1)
-
-
 @pytest.mark.every_combination
 @pytest.mark.parametrize("shape", [(3, 33, 30), (1, 8, 8), (3, 2, 5)], ids=str)
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_an_operation_is_that_of_pillow(name: str, shape: tuple[int, int, int]) -> None:
+def test_an_operation_is_that_of_timm(name: str, shape: tuple[int, int, int]) -> None:
     operation, given = OPERATIONS[name], images(*shape)
     for magnitude in (0.0, 3.3, 9.0, 10.0):
         for sign in (1, -1) if operation.signed else (1,):
             strength = sign * operation.strength(magnitude)
-            found = operation.apply(given, torch.full((len(given),), strength, dtype=torch.float64))
-            expected = torch.stack([from_pillow(PILLOW[name](as_pillow(one), strength)) for one in given])
-            assert found.dtype == torch.uint8 and found.shape == given.shape
-            allowed = 1 if name in INTERPOLATED else 0
-            assert int((found.int() - expected.int()).abs().max()) <= allowed, (magnitude, sign)
+            for one in given:
+                found = from_picture(operation.apply(as_picture(one), strength))
+                expected = from_picture(PILLOW[name](as_picture(one), strength))
+                assert found.dtype == torch.uint8 and found.shape == one.shape
+                assert torch.equal(found, expected), (magnitude, sign)
 
 
-def test_every_image_of_a_batch_has_its_own_strength() -> None:
-    given = images(3, 16, 17)
-    for name, operation in OPERATIONS.items():
-        strengths = torch.tensor([operation.strength(magnitude) for magnitude in (1, 4, 6, 9, 10)], dtype=torch.float64)
-        together = operation.apply(given, strengths)
-        alone = [operation.apply(one[None], own[None])[0] for one, own in zip(given, strengths, strict=True)]
-        assert torch.equal(together, torch.stack(alone)), name
+def test_random_operations_are_drawn_one_after_the_other() -> None:
+    """An operation, whether it is applied, its magnitude and its sign, from the same draws as by hand."""
+    picture, names = as_picture(images(3, 16, 17)[0]), list(OPERATIONS)
+    for key in range(40):
+        draws, expected = Draws(key), picture
+        for _ in range(3):
+            operation, is_applied = OPERATIONS[names[draws.below(15)]], draws.uniform() < 0.5
+            strength = operation.strength(min(10.0, 9 + 0.5 * draws.normal()))
+            is_opposite = draws.uniform() < 0.5 and operation.signed
+            if is_applied:
+                expected = operation.apply(expected, -strength if is_opposite else strength)
+        assert torch.equal(from_picture(randaugment(picture, 9.0, 3, Draws(key))), from_picture(expected))
 
 
 def test_a_larger_magnitude_changes_an_image_more() -> None:
@@ -106,8 +101,8 @@ def test_a_larger_magnitude_changes_an_image_more() -> None:
         operation = OPERATIONS[name]
         changes = []
         for magnitude in (1.0, 5.0, 10.0):
-            strength = torch.tensor([operation.strength(magnitude)], dtype=torch.float64)
-            changes.append(float((operation.apply(smooth[None], strength)[0].float() - smooth.float()).abs().mean()))
+            changed = from_picture(operation.apply(as_picture(smooth), operation.strength(magnitude)))
+            changes.append(float((changed.float() - smooth.float()).abs().mean()))
         assert changes[0] < changes[-1] and changes[-1] > 5, (name, changes)
 
 

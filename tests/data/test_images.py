@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageOps
+from wording import assert_refused
 
 from holdfast.data import ImageSet, image_set, image_sets
 from holdfast.data.images import FileImages, read_image
@@ -107,17 +108,14 @@ def test_wrong_idx_files_raise_an_error_that_names_them(tmp_path: Path) -> None:
         (right[:4] + b"\xff" * 12, r"IDX"),
     ):
         images.write_bytes(content)
-        with pytest.raises(ValueError, match=says):
-            image_set("fashion-mnist", folder=tmp_path)
+        assert_refused(says, image_set, "fashion-mnist", folder=tmp_path)
     images.write_bytes(right)
     write_idx(tmp_path / "fashion-mnist" / "train-labels-idx1-ubyte", np.arange(20), "")
-    with pytest.raises(ValueError, match=r"labels.*train.*20 images"):
-        image_set("fashion-mnist", folder=tmp_path)
+    assert_refused(r"labels.*train.*20 images", image_set, "fashion-mnist", folder=tmp_path)
     (tmp_path / "fashion-mnist" / "t10k-labels-idx1-ubyte").unlink()
     write_fashion(tmp_path / "fashion-mnist")
     (tmp_path / "fashion-mnist" / "t10k-labels-idx1-ubyte").unlink()
-    with pytest.raises(ValueError, match="t10k-labels-idx1-ubyte"):
-        image_set("fashion-mnist", folder=tmp_path)
+    assert_refused("t10k-labels-idx1-ubyte", image_set, "fashion-mnist", folder=tmp_path)
 
 
 def write_images(folder: Path, classes: str, count: int) -> None:
@@ -166,59 +164,43 @@ def test_images_are_decoded_when_they_are_read(tmp_path: Path, content: bytes) -
     for path in tmp_path.rglob("*.png"):
         path.write_bytes(content)
     images = image_set(tmp_path, size=8).images("train")
-    with pytest.raises(ValueError, match=r"\.png is not .*: cannot identify"):
-        images.pixels([0])
+    assert_refused(r"\.png is not .*: cannot identify", images.pixels, [0])
 
 
 def test_a_class_that_is_not_in_training_is_named(tmp_path: Path) -> None:
     write_images(tmp_path / "train", "ab", 4)
     write_images(tmp_path / "val", "abz", 2)
-    with pytest.raises(ValueError, match=r"val.z.*class"):
-        image_set(tmp_path)
+    assert_refused(r"val.z.*class", image_set, tmp_path)
 
 
 def test_folders_without_images_raise_an_error_that_says_what_is_expected(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="folder"):
-        image_set(tmp_path)
+    assert_refused("folder", image_set, tmp_path)
     (tmp_path / "a").mkdir()
-    with pytest.raises(ValueError, match="class"):
-        image_set(tmp_path)
+    assert_refused("class", image_set, tmp_path)
     write_images(tmp_path, "a", 2)
-    with pytest.raises(ValueError, match="2 images"):
-        image_set(tmp_path)
+    assert_refused("2 images", image_set, tmp_path)
+    write_images(tmp_path, "a", 6)
+    assert_refused("one class only, a;", image_set, tmp_path)
     write_images(tmp_path / "train", "ab", 4)
-    with pytest.raises(ValueError, match=r"val.*test"):
-        image_set(tmp_path)
-    with pytest.raises(ValueError, match="folder"):
-        image_set(tmp_path / "missing")
+    assert_refused(r"val.*test", image_set, tmp_path)
+    assert_refused("folder", image_set, tmp_path / "missing")
 
 
 def test_missing_packages_and_files_say_how_to_get_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="dataset-fashion-mnist"):
-        image_set("fashion-mnist", folder=tmp_path)
+    assert_refused("dataset-fashion-mnist", image_set, "fashion-mnist", folder=tmp_path)
     (tmp_path / "a").mkdir()
     with monkeypatch.context() as patch:
         without(patch, "PIL")
-        with pytest.raises(ValueError, match=r"needs PIL.*pip install '\.\[lab\]'"):
-            image_set(tmp_path)
+        assert_refused(r"needs PIL.*pip install '\.\[lab\]'", image_set, tmp_path)
     with monkeypatch.context() as patch:
         without(patch, "sklearn")
-        with pytest.raises(ValueError, match=r"needs sklearn.*pip install '\.\[lab\]'"):
-            image_set("digits")
+        assert_refused(r"needs sklearn.*pip install '\.\[lab\]'", image_set, "digits")
 
 
 def test_unknown_names_and_inert_options_are_refused() -> None:
     assert list(image_sets()) == ["digits", "fashion-mnist", "cifar10"]
-    with pytest.raises(ValueError, match=r"'digit'.*'digits'"):
-        image_set("digit")
-    with pytest.raises(ValueError, match="size"):
-        image_set("digits", size=16)
-
-
-def test_a_folder_of_one_class_is_refused(tmp_path: Path) -> None:
-    write_images(tmp_path, "c", 6)
-    with pytest.raises(ValueError, match="one class only, c;"):
-        image_set(tmp_path)
+    assert_refused(r"'digit'.*'digits'", image_set, "digit")
+    assert_refused("size", image_set, "digits", size=16)
 
 
 def test_a_file_is_decoded_once_if_all_images_fit_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,8 +268,7 @@ def test_pixels_of_more_than_8_bits_are_scaled_by_their_range(
 )
 def test_pixels_of_unknown_range_are_refused(tmp_path: Path, values: np.ndarray[Any, Any], says: str) -> None:
     Image.fromarray(values).save(tmp_path / "image.tif")
-    with pytest.raises(ValueError, match=says):
-        FileImages([tmp_path / "image.tif"], [0], 8).pixels([0])
+    assert_refused(says, lambda: FileImages([tmp_path / "image.tif"], [0], 8).pixels([0]))
 
 
 @pytest.mark.parametrize("ending", ["png", "jpg", "tif", "webp"])
@@ -319,5 +300,4 @@ def test_file_names_may_be_any_bytes_and_class_names_must_be_utf8(tmp_path: Path
     assert image_set(tmp_path, size=8).checksum != plain.checksum
     (tmp_path / "a").rename(tmp_path / "\udcffa")
     for read in (image_set, partial(unsplit_images, classes=["a", "b"])):
-        with pytest.raises(ValueError, match=r"the name of the folder .*a is not UTF-8"):
-            read(tmp_path, size=8)
+        assert_refused(r"the name of the folder .*a is not UTF-8", read, tmp_path, size=8)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from wording import assert_refused
 
 from holdfast.data import Bytes, Vocabulary, corpora, corpus, text_sources, tokenizer
 from holdfast.errors import MissingExtra
@@ -70,8 +71,7 @@ def test_wikitext_is_found_in_either_layout_packed_or_not(tmp_path: Path, layout
 def test_a_folder_of_another_text_is_not_taken_for_wikitext(tmp_path: Path) -> None:
     for split, text in LINES.items():
         write(tmp_path / "wikitext103" / f"{split}.txt", text)
-    with pytest.raises(ValueError, match="wikitext-2"):
-        corpus("wikitext-2", folder=tmp_path / "wikitext103")
+    assert_refused("wikitext-2", corpus, "wikitext-2", folder=tmp_path / "wikitext103")
     assert corpus("wikitext-103", folder=tmp_path / "wikitext103").name == "wikitext-103"
 
 
@@ -120,14 +120,12 @@ def test_no_more_of_a_stream_is_read_than_needed(tmp_path: Path) -> None:
     (tmp_path / "c4-train.00001-of-00002.json.gz").write_bytes(b"not gzip")
     source = corpus("c4", folder=tmp_path)
     assert Bytes().decode(Bytes().stream(source.documents("train"), limit=20)) == "train page 0\nends\ntr"
-    with pytest.raises(ValueError, match=r"c4-train\.00001-of-00002\.json\.gz is damaged"):
-        list(source.documents("train"))
+    assert_refused(r"c4-train\.00001-of-00002\.json\.gz is damaged", lambda: list(source.documents("train")))
 
 
 def test_the_words_of_a_stream_are_not_counted(tmp_path: Path) -> None:
     c4(tmp_path)
-    with pytest.raises(ValueError, match="count words"):
-        tokenizer(corpus("c4", folder=tmp_path), "words")
+    assert_refused("count words", lambda: tokenizer(corpus("c4", folder=tmp_path), "words"))
 
 
 def test_through_the_datasets_package_c4_is_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,14 +144,14 @@ def test_through_the_datasets_package_c4_is_streamed(tmp_path: Path, monkeypatch
 def test_a_wrong_line_of_c4_is_named(tmp_path: Path) -> None:
     c4(tmp_path)
     write(tmp_path / "c4-train.00000-of-00002.json.gz", '{"text": "fine"}\n{"url": "no text"}\n')
-    with pytest.raises(ValueError, match=r"00000-of-00002\.json\.gz, line 2: .*JSON"):
-        list(corpus("c4", folder=tmp_path).documents("train"))
+    assert_refused(
+        r"00000-of-00002\.json\.gz, line 2: .*JSON", lambda: list(corpus("c4", folder=tmp_path).documents("train"))
+    )
 
 
 def test_an_enwik8_of_another_size_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "enwik8", "too short")
-    with pytest.raises(ValueError, match=r"\b9 bytes.*enwik8.*100,000,000"):
-        list(corpus("enwik8", folder=tmp_path).documents("test"))
+    assert_refused(r"\b9 bytes.*enwik8.*100,000,000", lambda: list(corpus("enwik8", folder=tmp_path).documents("test")))
     monkeypatch.setattr(text_sources, "ENWIK8", {"train": 4, "valid": 3, "test": 2})
     source = corpus("enwik8", folder=tmp_path)
     assert [d.data for split in source.splits for d in source.documents(split)] == [b"too ", b"sho", b"rt"]
@@ -169,14 +167,12 @@ def test_an_enwik8_of_another_size_is_refused(tmp_path: Path, monkeypatch: pytes
     ],
 )
 def test_a_missing_source_says_how_to_get_it(tmp_path: Path, name: str, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        corpus(name, folder=tmp_path)
+    assert_refused(says, corpus, name, folder=tmp_path)
 
 
 def test_half_a_source_says_which_half_is_missing(tmp_path: Path) -> None:
     write(tmp_path / "wikitext2" / "train.txt", LINES["train"])
-    with pytest.raises(ValueError, match=r"wikitext-2.*valid\.txt"):
-        corpus("wikitext-2", folder=tmp_path)
+    assert_refused(r"wikitext-2.*valid\.txt", corpus, "wikitext-2", folder=tmp_path)
 
 
 @pytest.mark.parametrize("name", ["wikitext-2", "c4"])
@@ -186,8 +182,7 @@ def test_without_a_network_a_source_says_what_to_do_instead(
     pytest.importorskip("datasets")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match=r"\(.+\).*network"):
-        corpus(name)
+    assert_refused(r"\(.+\).*network", corpus, name)
 
 
 def test_without_the_datasets_package_a_source_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,8 +192,7 @@ def test_without_the_datasets_package_a_source_says_so(monkeypatch: pytest.Monke
 
 
 def test_enwik8_without_a_folder_says_where_to_get_it() -> None:
-    with pytest.raises(ValueError, match="enwik8"):
-        corpus("enwik8")
+    assert_refused("enwik8", corpus, "enwik8")
 
 
 @pytest.mark.parametrize("name", ["wikitext2", "pyton-docs", ""])
@@ -208,16 +202,13 @@ def test_an_unknown_name_raises_and_suggests_the_closest(name: str) -> None:
         "pyton-docs": "did you mean 'python-docs'",
         "": "expected one of c4",
     }
-    with pytest.raises(ValueError, match=nearest[name]):
-        corpus(name)
+    assert_refused(nearest[name], corpus, name)
 
 
 @pytest.mark.parametrize("path", ["missing.txt", "missing.txt.xz", f"no{os.sep}where", Path("missing")])
 def test_a_path_that_does_not_exist_is_not_taken_for_a_name(path: str | Path) -> None:
-    with pytest.raises(ValueError, match="does not exist"):
-        corpus(path)
+    assert_refused("does not exist", corpus, path)
 
 
 def test_an_unknown_split_raises_and_suggests_the_closest() -> None:
-    with pytest.raises(ValueError, match=r"'vald'.*'valid'"):
-        corpus("python-docs").documents("vald")
+    assert_refused(r"'vald'.*'valid'", lambda: corpus("python-docs").documents("vald"))

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from wording import assert_refused
 
 from holdfast.data import Corpus, corpus
 
@@ -90,9 +91,7 @@ def test_a_column_can_be_named(tmp_path: Path) -> None:
 def test_a_wrong_table_raises_a_one_line_error(name: str, content: str, says: str, tmp_path: Path) -> None:
     if content:
         (tmp_path / name.partition(":")[0]).write_text(content)
-    with pytest.raises(ValueError, match=says) as caught:
-        corpus(str(tmp_path / name))
-    assert "\n" not in str(caught.value)
+    assert_refused(says, corpus, str(tmp_path / name))
 
 
 @pytest.mark.parametrize("label", ["label", "Category", "sentiment"])
@@ -100,11 +99,7 @@ def test_a_table_with_labels_is_refused_unless_its_texts_are_named(tmp_path: Pat
     (tmp_path / "a.csv").write_text(separated(",", (label, "text")))
     (tmp_path / "a.jsonl").write_text(json_lines().replace('"kind"', f'"{label}"'))
     for name in ("a.csv", "a.jsonl"):
-        with pytest.raises(
-            ValueError, match=rf"labels, {label},.*`task: labels`.*data\.text=text, or .*{name}:text"
-        ) as refused:
-            corpus(tmp_path / name)
-        assert "\n" not in str(refused.value)
+        assert_refused(rf"labels, {label},.*`task: labels`.*data\.text=text, or .*{name}:text", corpus, tmp_path / name)
         expected = sorted(text for text, _ in ROWS)
         assert texts(corpus(f"{tmp_path / name}:text")) == texts(corpus(tmp_path / name, column="text")) == expected
 
@@ -112,5 +107,4 @@ def test_a_table_with_labels_is_refused_unless_its_texts_are_named(tmp_path: Pat
 def test_a_column_of_something_that_is_no_table_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\n\ntwo\n\nthree\n")
     for source in (tmp_path / "a.txt", "python-docs"):
-        with pytest.raises(ValueError, match=r"column words.*not a table"):
-            corpus(source, column="words")
+        assert_refused(r"column words.*not a table", corpus, source, column="words")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from wording import assert_refused
 
 from holdfast.data import Corpus, Document, corpus
 from holdfast.data.documents import hold_out, split_by_position, split_by_title
@@ -48,8 +49,7 @@ def test_a_split_text_is_never_cut_inside_a_line_and_loses_nothing(pieces: list[
 @pytest.mark.parametrize("content", [b"one line", b"two\nlines", b"x\n" + b"a very long line " * 99])
 def test_a_text_too_short_to_split_says_so(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "short.txt").write_bytes(content)
-    with pytest.raises(ValueError, match=r"short\.txt.*lines"):
-        corpus(tmp_path / "short.txt")
+    assert_refused(r"short\.txt.*lines", corpus, tmp_path / "short.txt")
 
 
 def folder(place: Path, count: int) -> dict[str, str]:
@@ -87,8 +87,7 @@ def test_a_file_that_exists_twice_is_an_error(tmp_path: Path) -> None:
     name = next(iter(files))
     with gzip.open(tmp_path / f"{name}.gz", "wb") as file:
         file.write(b"other")
-    with pytest.raises(ValueError, match=r"part0/chapter0\.txt"):
-        corpus(tmp_path)
+    assert_refused(r"part0/chapter0\.txt", corpus, tmp_path)
 
 
 def test_a_disk_in_place_of_a_folder_of_texts_is_not_searched_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,8 +97,7 @@ def test_a_disk_in_place_of_a_folder_of_texts_is_not_searched_whole(tmp_path: Pa
         raise AssertionError("all of the disk was searched")
 
     monkeypatch.setattr(os, "walk", walk)
-    with pytest.raises(ValueError, match=r"has over 100,000 files that are not texts \(\.txt\); name a folder"):
-        corpus(tmp_path)
+    assert_refused(r"has over 100,000 files that are not texts \(\.txt\); name a folder", corpus, tmp_path)
 
 
 def test_files_named_after_the_splits_are_the_splits(tmp_path: Path) -> None:
@@ -110,8 +108,7 @@ def test_files_named_after_the_splits_are_the_splits(tmp_path: Path) -> None:
 
 def test_a_folder_with_too_few_texts_says_so(tmp_path: Path) -> None:
     folder(tmp_path, 2)
-    with pytest.raises(ValueError, match="2 text files"):
-        corpus(tmp_path)
+    assert_refused("2 text files", corpus, tmp_path)
 
 
 def test_any_change_of_a_text_its_title_or_its_split_changes_the_checksum() -> None:
@@ -147,8 +144,7 @@ WRONG = {
 def test_a_wrong_file_raises_an_error_that_names_it(tmp_path: Path, wrong: str) -> None:
     name, content, says = WRONG[wrong]
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=says):
-        corpus(tmp_path / name)
+    assert_refused(says, corpus, tmp_path / name)
 
 
 def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path) -> None:
@@ -172,7 +168,5 @@ def test_holding_out_keeps_every_example_once(keys: list[str]) -> None:
 
 
 def test_too_few_examples_to_split_raise_an_error() -> None:
-    with pytest.raises(ValueError, match="2 documents"):
-        split_by_title({"a": 1, "b": 1})
-    with pytest.raises(ValueError, match="held out"):
-        hold_out(["a"])
+    assert_refused("2 documents", split_by_title, {"a": 1, "b": 1})
+    assert_refused("held out", hold_out, ["a"])

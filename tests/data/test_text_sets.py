@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from wording import assert_refused
 
 from holdfast.data import TextSet, text_set, text_sets
 
@@ -29,14 +30,6 @@ def glue(folder: Path, *, test: str | None = "index\tsentence\n0\tunlabelled\n")
     (folder / "dev.tsv").write_text("sentence\tlabel\nfine\t1\ndull\t0\n")
     if test is not None:
         (folder / "test.tsv").write_text(test)
-
-
-def test_glues_layout_is_tested_on_dev_because_its_test_has_no_labels(tmp_path: Path) -> None:
-    glue(tmp_path / "SST-2")
-    reviews = text_set("sst2", folder=tmp_path)
-    assert sizes(reviews) == [18, 2, 2] and reviews.classes == ("0", "1")
-    assert [(text.text, text.label) for text in reviews.texts("test")] == [("fine", 1), ("dull", 0)]
-    assert all(text.text.startswith('" odd film') for text in reviews.texts("train"))  # a lone quote is no quote in a TSV
 
 
 def test_a_labelled_test_is_the_test(tmp_path: Path) -> None:
@@ -87,19 +80,13 @@ def test_a_wrong_table_raises_an_error_that_names_it(tmp_path: Path, wrong: str)
     name, content, says = WRONG[wrong]
     (tmp_path / name).with_suffix(".csv").unlink()
     (tmp_path / name).write_text(content)
-    with pytest.raises(ValueError, match=says):
-        text_set(tmp_path)
+    assert_refused(says, text_set, tmp_path)
 
 
 def test_a_missing_source_says_how_to_get_it(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"banking77.*train\.csv.*test\.csv"):
-        text_set("banking77", folder=tmp_path)
-    with pytest.raises(ValueError, match=r"sst2.*train\.tsv"):
-        text_set("sst2")
-    with pytest.raises(ValueError, match=r"train\.csv.*train\.tsv"):
-        text_set(tmp_path)
-    with pytest.raises(ValueError, match="does not exist"):
-        text_set(tmp_path / "missing")
-    with pytest.raises(ValueError, match="'banking77'"):
-        text_set("banking")
+    assert_refused(r"banking77.*train\.csv.*test\.csv", text_set, "banking77", folder=tmp_path)
+    assert_refused(r"sst2.*train\.tsv", text_set, "sst2")
+    assert_refused(r"train\.csv.*train\.tsv", text_set, tmp_path)
+    assert_refused("does not exist", text_set, tmp_path / "missing")
+    assert_refused("'banking77'", text_set, "banking")
     assert {"python-topics", "banking77", "sst2", "sst5", "stsb"} <= text_sets().keys()

@@ -1,7 +1,6 @@
 """How Markdown and docstrings become pages of the site."""
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -9,6 +8,8 @@ pytest.importorskip("mkdocs", reason="mkdocs is not installed")
 
 import site_docstrings
 import site_hooks
+import site_math
+from markdown import Markdown
 
 
 def test_a_link_between_documents_leads_to_the_page_of_the_site() -> None:
@@ -52,6 +53,36 @@ def test_markdown_of_github_is_read_as_on_github(written: str, read: str) -> Non
     assert site_hooks.for_python_markdown(written) == read
 
 
+def rendered(text: str) -> str:
+    """Return Markdown as HTML, with the two extensions that read code and formulas on the site."""
+    pytest.importorskip("latex2mathml", reason="latex2mathml is not installed")
+    fences = {"pymdownx.superfences": {"custom_fences": [site_math.FENCE]}}
+    names = ["pymdownx.superfences", "pymdownx.inlinehilite", "tables", site_math.Formulas()]
+    return Markdown(extensions=names, extension_configs=fences).convert(text)
+
+
+def test_formulas_become_mathml_and_code_and_money_stay() -> None:
+    assert re.match('<p>with <math display="inline"><mrow><msub>.*</math>[.]</p>', rendered("with $w_i > 0$."))
+    assert "<math" not in rendered("`$a$`, $5 and $6, \\$x\\$, a$b$c")
+    block = rendered("```math\n\\begin{aligned}\na &= b \\\\\nc &= \\operatorname{softmax}(d)\n\\end{aligned}\n```")
+    assert block.count("<mtr>") == 2 and 'display="block"' in block and "<mi>softmax</mi>" in block
+    assert "<math" in rendered("| a |\n|---|\n| $x$ |")
+
+
+def test_names_of_functions_have_space_where_no_bracket_follows() -> None:
+    pytest.importorskip("latex2mathml", reason="latex2mathml is not installed")
+    thin = '<mspace width="0.167em" />'
+    assert f"<mi>c</mi>{thin}<mi>exp</mi><mo" in site_math.mathml(r"c \exp(x)")
+    assert f"<mi>log</mi>{thin}<mi>x</mi>" in site_math.mathml(r"\log x")
+    assert thin not in site_math.mathml(r"a + \max(b, 0) + \exp\left(\frac{1}{2}\right)")
+
+
+def test_a_formula_with_an_unknown_command_is_refused() -> None:
+    pytest.importorskip("latex2mathml", reason="latex2mathml is not installed")
+    with pytest.raises(ValueError, match="does not know"):
+        site_math.mathml(r"\unknowncommand x")
+
+
 def test_aligned_columns_of_a_docstring_become_a_list() -> None:
     assert site_docstrings.as_markdown("Do it.\n\nstage    what it\n         fills\nk, norm  sizes\n\nThe end.") == (
         "Do it.\n\n- `stage`: what it fills\n- `k, norm`: sizes\n\nThe end."
@@ -65,24 +96,6 @@ def test_an_example_of_a_docstring_becomes_code_and_other_text_stays() -> None:
     assert site_docstrings.as_markdown(text) == text
 
 
-def test_exported_names_are_read_without_importing(tmp_path: Path) -> None:
-    init = tmp_path / "__init__.py"
-    init.write_text("from a import B as B\nfrom a import c\nimport d\ndef e(): ...\ndef _f(): ...\nclass G: ...\n")
-    assert site_hooks.exported(init) == ["B", "e", "G"]
-    init.write_text("from a import B as B\n__all__ = ['x', 'B']\n")
-    assert site_hooks.exported(init) == ["x", "B"]
-
-
 def test_every_package_has_a_page_or_is_left_out_on_purpose() -> None:
     packages = {path.parent.name for path in site_hooks.SOURCE.glob("*/__init__.py")}
     assert packages - set(site_hooks.PACKAGES) == {"cli", "kernels"}
-
-
-def test_every_page_is_in_the_navigation() -> None:
-    """The strict build refuses a page that is not, but it is slow."""
-    root = site_hooks.ROOT
-    nav = (root / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:\n")[1]
-    named = re.findall(r"[\w/-]+\.md$", nav, flags=re.MULTILINE)
-    written = [path.relative_to(root / "docs").as_posix() for path in (root / "docs").rglob("*.md")]
-    reference = [f"reference/{name}.md" for name in ("holdfast", *site_hooks.PACKAGES)]
-    assert sorted(named) == sorted([*written, *site_hooks.OUTSIDE.values(), *reference])

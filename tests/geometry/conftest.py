@@ -1,14 +1,3 @@
-"""Run these tests in one thread: their products are small, and more threads are slower on a busy machine."""
+"""Run these tests in one thread, as those of certificates."""
 
-from collections.abc import Iterator
-
-import pytest
-import torch
-
-
-@pytest.fixture(autouse=True, scope="package")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+from certificates.conftest import one_thread as one_thread

@@ -7,6 +7,7 @@ import pytest
 import torch
 from tiers import quick_or_slow
 from torch import Tensor
+from wording import assert_refused
 
 from holdfast.geometry import occupation_bound, occupation_time, occupation_times
 from holdfast.geometry.walks import probability_within
@@ -111,10 +112,8 @@ def test_a_token_that_does_not_move_is_near_a_flat_always_or_never() -> None:
 
 def test_wrong_arguments_are_refused() -> None:
     for eps, time in ((0.0, 1.0), (1.0, -1.0)):
-        with pytest.raises(ValueError, match="expected positive numbers"):
-            occupation_time(1, torch.zeros(1), eps, time)
-        with pytest.raises(ValueError, match="expected positive numbers"):
-            occupation_bound(1, torch.zeros(1), eps, time)
+        assert_refused("expected positive numbers", occupation_time, 1, torch.zeros(1), eps, time)
+        assert_refused("expected positive numbers", occupation_bound, 1, torch.zeros(1), eps, time)
 
 
 def test_experts_with_equal_weights_are_left_out() -> None:

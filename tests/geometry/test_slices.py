@@ -5,6 +5,7 @@ from itertools import combinations
 import pytest
 import torch
 from torch import Tensor
+from wording import assert_refused
 
 import holdfast
 from holdfast.geometry.slices import Plane, PlaneKeys, grid, plane_through, slice_ties
@@ -48,13 +49,10 @@ def test_a_plane_contains_its_three_points_and_projects_others() -> None:
 
 def test_three_points_on_a_line_and_a_k_without_a_threshold_are_refused() -> None:
     point, step = torch.ones(5), torch.arange(5.0)
-    with pytest.raises(ValueError, match="on one line"):
-        plane_through(point, point + step, point - 2 * step)
-    with pytest.raises(ValueError, match="on one line"):
-        plane_through(point, point, step)
+    assert_refused("on one line", plane_through, point, point + step, point - 2 * step)
+    assert_refused("on one line", plane_through, point, point, step)
     plane = Plane(torch.zeros(2).double(), torch.eye(2).double())
-    with pytest.raises(ValueError, match="k is 3 of 3"):
-        PlaneKeys.of(plane, torch.randn(3, 2), None, 3)
+    assert_refused("k is 3 of 3", PlaneKeys.of, plane, torch.randn(3, 2), None, 3)
 
 
 @pytest.mark.parametrize(("experts", "k", "seed"), CASES)

@@ -5,16 +5,20 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from wording import assert_refused
 
 from holdfast.geometry import (
     cluster_separation,
     co_selection_widths,
     graph_under_noise,
     mixed_entropies,
+    region_constants,
+    region_regularity,
     similarity_weights,
     top_k_weights,
     tsne_coordinates,
 )
+from holdfast.routing.declarations import Order
 
 
 def generator(seed: int) -> torch.Generator:
@@ -55,12 +59,81 @@ def test_noise_moves_the_graph_more_the_larger_it_is() -> None:
     assert found.mean[0] == 0 and found.mean[0] < found.mean[1] < found.mean[2] and found.beyond[0] == 0
 
 
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("relative", [0.02, 0.2])
+def test_no_noise_moves_a_joint_frequency_beyond_the_constants_of_the_regions(k: int, relative: float) -> None:
+    """Perturbations in random directions, and those that move all tokens from one expert to another."""
+    weight, tokens = torch.randn(5, 6, generator=generator(0)).double(), torch.randn(400, 6, generator=generator(1)).double()
+    bias = 0.2 * torch.randn(5, generator=generator(2)).double()
+
+    def joint(points: Tensor) -> Tensor:
+        return co_selection_widths(top_k_weights(points @ weight.t() + bias, k) > 0).joint
+
+    found = region_constants(Order(weight, bias), tokens, k, [relative])
+    clean, lengths = joint(tokens), relative * tokens.norm(dim=1, keepdim=True)
+    directions = [torch.randn(400, 6, generator=generator(3 + seed)).double() for seed in range(10)]
+    directions += [(weight[i] - weight[j]).expand(400, 6) for i in range(5) for j in range(5) if i != j]
+    largest = 0.0
+    for direction in directions:
+        moved = joint(tokens + lengths * direction / direction.norm(dim=1, keepdim=True))
+        assert (moved >= found.lower[0] - 1e-12).all() and (moved <= found.upper[0] + 1e-12).all()
+        largest = max(largest, float((moved - clean).abs().max()))
+    assert 0.3 * float(found.change) < largest <= float(found.change) + 1e-12
+    torch.testing.assert_close(found.constant, found.change / relative)
+
+
+def test_for_a_disc_the_constant_is_that_of_the_surface() -> None:
+    """Three sectors in the plane, with two rays as faces: noise of r eps takes two thin sectors of tokens into each."""
+    angles = torch.tensor([0.1, 2.0, 4.4], dtype=torch.float64)
+    order = Order(torch.stack([angles.cos(), angles.sin()], dim=1))
+    radius = 0.1 + 3.0 * torch.rand(200_000, generator=generator(0), dtype=torch.float64)
+    turn = 2 * math.pi * torch.arange(200_000, dtype=torch.float64) / 200_000
+    tokens = torch.stack([radius * turn.cos(), radius * turn.sin()], dim=1)
+    found = region_constants(order, tokens, 2, [0.01])
+    expected = 2 * math.asin(0.01) / (2 * math.pi)
+    assert float(found.change) == pytest.approx(expected, rel=0.01)
+    off = ~torch.eye(3, dtype=torch.bool)
+    clean = co_selection_widths(sets_of(tokens, order.matrix)).joint
+    for bound in (found.upper[0] - clean, clean - found.lower[0]):
+        assert bound[off].tolist() == pytest.approx([expected] * 6, rel=0.01)
+
+
+def test_regions_of_equal_directions_are_as_regular_as_their_sectors() -> None:
+    """k = 1 of n equal directions in the plane: sectors of 2 pi / n, in which s is the sine of half of it."""
+    for experts in (3, 4, 7):
+        angles = 2 * math.pi * torch.arange(experts, dtype=torch.float64) / experts
+        order = Order(torch.stack([angles.cos(), angles.sin()], dim=1))
+        sine = math.sin(math.pi / experts)
+        found = region_regularity(order, torch.arange(experts).unsqueeze(1))
+        assert found.tolist() == pytest.approx([sine / (2 + 2 * sine)] * experts)
+
+
+def test_the_ball_of_a_region_is_inside_it_and_no_larger_one_is_found() -> None:
+    weight = torch.randn(6, 8, generator=generator(0)).double()
+    members = top_k_weights(torch.randn(1, 8, generator=generator(1)).double() @ weight.t(), 2)[0].nonzero().t()
+    rho = float(region_regularity(Order(weight, torch.randn(6).double()), members))
+    sine = 2 * rho / (1 - 2 * rho)
+    inside = torch.zeros(6, dtype=torch.bool).index_fill(0, members[0], True)
+    normals = (weight[inside].unsqueeze(1) - weight[~inside]).flatten(0, 1)
+    units = normals / normals.norm(dim=1, keepdim=True)
+    best, centre = -1.0, units.mean(0)
+    for step in range(2000):  # subgradient ascent of the smallest angle to a face
+        centre = centre / centre.norm() + 0.5 / (10 + step) * units[(units @ (centre / centre.norm())).argmin()]
+        best = max(best, float((units @ (centre / centre.norm())).min()))
+    assert 0.97 * sine < best <= sine + 1e-9
+
+
+def test_all_experts_of_a_token_have_one_region() -> None:
+    order, tokens = Order(torch.randn(3, 4, generator=generator(0))), torch.randn(20, 4, generator=generator(1))
+    assert float(region_constants(order, tokens, 3, [0.5]).change) == 0
+    assert region_regularity(order, torch.tensor([[0, 1, 2]])).tolist() == [0.5]
+    assert_refused("longer than 0", region_constants, order, tokens, 2, [0.0])
+
+
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
 def test_wrong_sets_are_refused(alpha: float) -> None:
-    with pytest.raises(ValueError, match="alpha is"):
-        co_selection_widths(torch.ones(2, 2, dtype=torch.bool), alpha)
-    with pytest.raises(ValueError, match="same number of experts"):
-        co_selection_widths(torch.tensor([[True, False], [True, True]]))
+    assert_refused("alpha is", co_selection_widths, torch.ones(2, 2, dtype=torch.bool), alpha)
+    assert_refused("same number of experts", co_selection_widths, torch.tensor([[True, False], [True, True]]))
 
 
 @pytest.mark.parametrize("tau", [0.1, 1.0, None])
@@ -81,10 +154,8 @@ def test_the_bound_of_informed_entropies_is_true(tau: float | None, confident: b
 
 
 def test_gates_that_are_no_distribution_are_refused() -> None:
-    with pytest.raises(ValueError, match="rows of the gates"):
-        mixed_entropies(torch.ones(3, 2), torch.eye(3))
-    with pytest.raises(ValueError, match="rows of the weights"):
-        mixed_entropies(torch.full((3, 2), 0.5), -torch.eye(3))
+    assert_refused("rows of the gates", mixed_entropies, torch.ones(3, 2), torch.eye(3))
+    assert_refused("rows of the weights", mixed_entropies, torch.full((3, 2), 0.5), -torch.eye(3))
 
 
 def gaussian_clusters(aligned: bool, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -131,10 +202,8 @@ def test_rotated_covariances_may_get_a_larger_condition_number() -> None:
 
 
 def test_too_few_clusters_are_refused() -> None:
-    with pytest.raises(ValueError, match="at least two clusters"):
-        cluster_separation(torch.randn(20, 3), torch.zeros(20, dtype=torch.int64))
-    with pytest.raises(ValueError, match="expected"):
-        cluster_separation(torch.randn(20, 3), torch.zeros(5, dtype=torch.int64))
+    assert_refused("at least two clusters", cluster_separation, torch.randn(20, 3), torch.zeros(20, dtype=torch.int64))
+    assert_refused("expected", cluster_separation, torch.randn(20, 3), torch.zeros(5, dtype=torch.int64))
 
 
 @pytest.mark.slow
@@ -151,5 +220,4 @@ def test_tsne_keeps_distant_clusters_apart() -> None:
 
 
 def test_tsne_refuses_too_few_tokens() -> None:
-    with pytest.raises(ValueError, match="at least 4 tokens"):
-        tsne_coordinates(torch.randn(3, 8))
+    assert_refused("at least 4 tokens", tsne_coordinates, torch.randn(3, 8))

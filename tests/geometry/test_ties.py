@@ -6,6 +6,7 @@ from itertools import combinations
 import pytest
 import torch
 from torch import Tensor
+from wording import assert_refused
 
 import holdfast
 import holdfast.geometry.ties as ties_module
@@ -85,7 +86,7 @@ def test_the_result_does_not_depend_on_how_tokens_are_divided(
 ) -> None:
     weight, bias, tokens = router_weights(8, 10, 0.5, seed=3)
     whole = nearest_ties(Order(weight, bias), tokens[:60], 3)
-    monkeypatch.setattr(ties_module, "MOST_ELEMENTS", pieces[0] * 64)
+    monkeypatch.setattr("holdfast.geometry.flats.MOST_ELEMENTS", pieces[0] * 64)
     monkeypatch.setattr(ties_module, "PIECE", pieces[1])
     parts = nearest_ties(Order(weight, bias), tokens[:60], 3)
     torch.testing.assert_close(parts.distances, whole.distances, atol=1e-12, rtol=1e-12)
@@ -152,29 +153,19 @@ def routing_of(logits: Tensor) -> Routing:
     return Routing(logits, torch.softmax(logits, -1), experts, weights)
 
 
-def test_ties_of_a_cluster_are_those_of_its_scaled_weights() -> None:
+@pytest.mark.parametrize("kind", ["clusters", "modalities"])
+def test_ties_of_a_cluster_or_a_modality_are_those_of_its_own_weights(kind: str) -> None:
     weight, bias, tokens = router_weights(6, 6, 1.0, seed=8)
     factors = torch.rand(3, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 0.2
-    index = torch.arange(1000) % 3
-    scaled = Order(weight, bias, scales=Scales(torch.nn.functional.one_hot(index, 3).double(), factors))
-    found = nearest_ties(scaled, tokens, 2, (1, 2))
-    for cluster in range(3):
-        alone = nearest_ties(Order(weight * factors[cluster], bias), tokens[index == cluster], 2, (1, 2))
-        torch.testing.assert_close(found.distances[index == cluster], alone.distances, atol=1e-9, rtol=1e-9)
-    points = tie_points(scaled, tokens, found.sets[:, 1])
-    torch.testing.assert_close((points - tokens).norm(dim=1), found.distances[:, 1], atol=1e-9, rtol=1e-9)
-
-
-def test_modalities_have_their_own_ties() -> None:
-    first, bias, tokens = router_weights(5, 6, 1.0, seed=9)
-    second = torch.randn(5, 6, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-    block = torch.arange(1000) % 2
-    both = Order(torch.cat([first, second], dim=1), bias, block=block)
-    found = nearest_ties(both, tokens, 2, (1, 2))
-    for number, weight in enumerate((first, second)):
-        alone = nearest_ties(Order(weight, bias), tokens[block == number], 2, (1, 2))
-        torch.testing.assert_close(found.distances[block == number], alone.distances, atol=1e-9, rtol=1e-9)
-    points = tie_points(both, tokens, found.sets[:, 1])
+    index, own = torch.arange(1000) % 3, [weight * factor for factor in factors]
+    order = Order(weight, bias, scales=Scales(torch.nn.functional.one_hot(index, 3).double(), factors))
+    if kind == "modalities":
+        order = Order(torch.cat(own, dim=1), bias, block=index)
+    found = nearest_ties(order, tokens, 2, (1, 2))
+    for number, matrix in enumerate(own):
+        alone = nearest_ties(Order(matrix, bias), tokens[index == number], 2, (1, 2))
+        torch.testing.assert_close(found.distances[index == number], alone.distances, atol=1e-9, rtol=1e-9)
+    points = tie_points(order, tokens, found.sets[:, 1])
     torch.testing.assert_close((points - tokens).norm(dim=1), found.distances[:, 1], atol=1e-9, rtol=1e-9)
 
 
@@ -208,10 +199,8 @@ def test_a_router_without_flat_ties_is_refused_with_the_reason(name: str, reason
 )
 def test_wrong_arguments_are_refused(change: dict[str, object], message: str) -> None:
     arguments: dict[str, object] = {"k": 2, "orders": (1,)} | change
-    with pytest.raises(ValueError, match=message):
-        nearest_ties(Order(torch.eye(6)), torch.ones(3, 6), **arguments)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="NaN"):
-        nearest_ties(Order(torch.eye(6)), torch.full((3, 6), torch.nan), 2)
+    assert_refused(message, nearest_ties, Order(torch.eye(6)), torch.ones(3, 6), **arguments)
+    assert_refused("NaN", nearest_ties, Order(torch.eye(6)), torch.full((3, 6), torch.nan), 2)
 
 
 def test_shares_count_tokens_within_eps() -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from tiers import quick_or_slow
 from torch import Tensor
+from wording import assert_refused
 
 from holdfast.geometry import (
     ball_radius,
@@ -236,5 +237,4 @@ def test_the_default_ball_has_the_mean_square_of_the_tokens() -> None:
 )
 def test_wrong_arguments_are_refused(change: dict[str, object], message: str) -> None:
     arguments: dict[str, object] = {"eps": [0.1], "radius": 1.0} | change
-    with pytest.raises(ValueError, match=message):
-        thickening_share(Order(torch.eye(4)), torch.ones(2, 4), 2, **arguments)  # type: ignore[arg-type]
+    assert_refused(message, thickening_share, Order(torch.eye(4)), torch.ones(2, 4), 2, **arguments)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tiers import quick_or_slow
 from torch import Tensor
+from wording import assert_refused
 
 from holdfast.geometry import hitting_bounds, nearest_ties, simulate_walks
 from holdfast.geometry.walks import order_of
@@ -40,55 +41,39 @@ def test_10000_walks_are_inside_both_bounds_and_exit_at_order_1(sigma: float) ->
     assert torch.equal(exits, walks.orders > 0) and (walks.orders[exits] == 1).all()
 
 
-def test_the_noise_levels_reach_from_few_exits_to_many() -> None:
-    """So that the test of the bounds is one of tails and of the middle."""
-    order, tokens = a_router()
-    lower = [float(hitting_bounds(order, tokens[:1], 2, [20.0], noise=sigma).lower) for sigma in LEVELS]
-    assert lower[0] < 0.2 and lower[-1] > 0.8
-
-
-def test_before_a_step_is_refined_some_exits_look_like_higher_orders() -> None:
-    order, tokens = a_router()
-    walks = simulate_walks(order, tokens, 2, 5.0, walks=300, seed=2)
-    assert (walks.orders[walks.times.isfinite()] == 1).all()
-
-
 @pytest.mark.slow
-def test_the_simulation_agrees_with_tokens_that_take_small_steps() -> None:
+@pytest.mark.parametrize("speed", [0.0, 1.0])
+def test_the_simulation_agrees_with_tokens_that_take_small_steps(speed: float) -> None:
     """Two step sizes, extrapolated: a walk that is seen at steps only misses exits as the root of their length."""
     order, tokens = a_router()
-    bounds = hitting_bounds(order, tokens[:1], 2, [1.0])
-    horizon = 2 * float(bounds.nearest) ** 2
-    shares = [plain_share(order, tokens[0], horizon, steps) for steps in (64, 256)]
-    expected = 2 * shares[1] - shares[0]
-    found = float(simulate_walks(order, tokens[:1], 2, horizon, walks=8000, seed=3).share_before(torch.tensor([horizon])))
-    assert found == pytest.approx(expected, abs=0.04)
+    horizon = (1 if speed else 2) * float(hitting_bounds(order, tokens[:1], 2, [1.0]).nearest) ** 2
+    drift = speed * torch.linspace(-1, 1, 12).double()
+    shares = [plain_share(order, tokens[0], horizon, steps, drift) for steps in (64, 256)]
+    found, without = (
+        float(
+            simulate_walks(order, tokens[:1], 2, horizon, drift=way, walks=8000, seed=3).share_before(
+                torch.tensor([horizon])
+            )
+        )
+        for way in (drift, None)
+    )
+    assert found == pytest.approx(2 * shares[1] - shares[0], abs=0.04)
     assert found > shares[1] > shares[0]
+    assert (abs(found - without) > 0.05) == bool(speed)
 
 
-def plain_share(order: Order, token: Tensor, horizon: float, steps: int, walks: int = 8000) -> float:
+def plain_share(order: Order, token: Tensor, horizon: float, steps: int, drift: Tensor, walks: int = 8000) -> float:
     source = torch.Generator().manual_seed(steps)
     assert order.bias is not None
     chosen = torch.zeros(len(order.matrix), dtype=torch.bool)
     chosen[(order.matrix @ token + order.bias).topk(2).indices] = True
     points, inside = token.repeat(walks, 1), torch.ones(walks, dtype=torch.bool)
     for _ in range(steps):
+        points += horizon / steps * drift
         points += math.sqrt(horizon / steps) * torch.randn(points.shape, generator=source, dtype=torch.float64)
         keys = points @ order.matrix.t() + order.bias
         inside &= keys[:, chosen].amin(1) > keys[:, ~chosen].amax(1)
     return 1 - float(inside.double().mean())
-
-
-@pytest.mark.slow
-def test_the_law_of_two_experts_is_the_reflection_principle() -> None:
-    """One pair: both bounds are equal, and the simulation has no bias beyond them."""
-    order = Order(torch.tensor([[1.0, 0.5], [-0.3, 0.2]], dtype=torch.float64))
-    token = torch.tensor([[1.0, 0.4]], dtype=torch.float64)
-    times = torch.tensor([0.1, 0.5, 1.0, 4.0], dtype=torch.float64)
-    bounds = hitting_bounds(order, token, 1, times)
-    torch.testing.assert_close(bounds.lower, bounds.upper)
-    walks = simulate_walks(order, token, 1, 4.0, walks=100_000, seed=4)
-    require_inside(walks.share_before(times), bounds.lower, bounds.upper, 100_000)
 
 
 @pytest.mark.parametrize("kind", ["diagonal", "matrix"])
@@ -113,18 +98,6 @@ def test_h_without_noise_is_the_distance_to_order_1() -> None:
     order, tokens = a_router()
     bounds = hitting_bounds(order, tokens, 2, [1.0])
     torch.testing.assert_close(bounds.nearest, nearest_ties(order, tokens, 2, (1,)).distances[:, 0])
-
-
-def test_tokens_of_several_clusters_walk_with_their_own_weights() -> None:
-    order, tokens = a_router()
-    factors = torch.stack([torch.ones(12), torch.linspace(0.1, 2, 12)]).double()
-    index = torch.tensor([0, 1, 0, 1, 1, 0])
-    scaled = Order(order.matrix, order.bias, scales=Scales(torch.nn.functional.one_hot(index, 2).double(), factors))
-    bounds = hitting_bounds(scaled, tokens, 2, [0.2, 1.0])
-    walks = simulate_walks(scaled, tokens, 2, 1.0, walks=1000, seed=7)
-    require_inside(walks.share_before(bounds.times), bounds.lower, bounds.upper, 1000)
-    alone = hitting_bounds(Order(order.matrix * factors[1], order.bias), tokens[index == 1], 2, [0.2, 1.0])
-    torch.testing.assert_close(bounds.lower[index == 1], alone.lower)
 
 
 def test_a_walk_that_stays_in_its_cell_has_no_exit() -> None:
@@ -156,9 +129,82 @@ def test_the_order_of_an_exit_counts_experts_not_pairs() -> None:
 def test_wrong_arguments_are_refused(arguments: dict[str, object], message: str) -> None:
     order, tokens = a_router()
     given: dict[str, object] = {"k": 2, "times": [1.0]} | arguments
-    with pytest.raises(ValueError, match=message):
-        hitting_bounds(order, tokens, **given)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="positive time"):
-        simulate_walks(order, tokens, 2, -1.0)
-    with pytest.raises(ValueError, match="walks is 0"):
-        simulate_walks(order, tokens, 2, 1.0, walks=0)
+    assert_refused(message, hitting_bounds, order, tokens, **given)
+    assert_refused("positive time", simulate_walks, order, tokens, 2, -1.0)
+    assert_refused("walks is 0", simulate_walks, order, tokens, 2, 1.0, walks=0)
+
+
+def first_passage(h: float, c: float, root: float) -> float:
+    direct, reflected = (math.erfc((h / root + side * c * root) / math.sqrt(2)) / 2 for side in (-1, 1))
+    return direct + math.exp(2 * c * h) * reflected
+
+
+@pytest.mark.parametrize("speed", [-0.8, 0.0, 0.9, 40.0])
+def test_the_law_of_two_experts_with_drift_is_the_first_passage_of_a_brownian_motion(speed: float) -> None:
+    """One pair: both bounds are Phi((c t - h) / sqrt t) + exp(2 c h) Phi(-(c t + h) / sqrt t), and the walks agree."""
+    order = Order(torch.tensor([[1.0, 0.5], [-0.3, 0.2]], dtype=torch.float64), torch.tensor([0.1, 0.3]).double())
+    token = torch.tensor([[1.0, 0.4]], dtype=torch.float64)
+    across = order.matrix[1] - order.matrix[0]
+    drift = speed * across / across.norm() + 3.0 * torch.stack([across[1], -across[0]])  # along the plane: no effect
+    times = torch.tensor([0.02, 0.5, 1.0, 4.0], dtype=torch.float64)
+    bounds = hitting_bounds(order, token, 1, times, noise=0.7, drift=drift)
+    h, c = float(bounds.nearest), speed / 0.7
+    expected = [first_passage(h, c, math.sqrt(time)) for time in times.tolist()]
+    assert bounds.lower[0].tolist() == pytest.approx(expected, rel=1e-9)
+    torch.testing.assert_close(bounds.upper, bounds.lower)
+    walks = simulate_walks(order, token, 1, 4.0, noise=0.7, drift=drift, walks=10_000, seed=4)
+    require_inside(walks.share_before(times), bounds.lower, bounds.upper, 10_000)
+
+
+@pytest.mark.parametrize("speed", quick_or_slow([-2.0, 0.5, 3.0, 30.0], quick=[0.5, 30.0]))
+def test_walks_with_drift_are_inside_both_bounds(speed: float) -> None:
+    """Every token drifts along the difference of its first and its last expert, with noise that has a direction."""
+    order, tokens = a_router()
+    source = torch.Generator().manual_seed(5)
+    noise = torch.diag(torch.rand(12, generator=source, dtype=torch.float64) + 0.2)
+    noise += 0.1 * torch.randn(12, 12, generator=source, dtype=torch.float64)
+    assert order.bias is not None
+    ranked = (tokens @ order.matrix.t() + order.bias).argsort(dim=1, descending=True)
+    across = order.matrix[ranked[:, 3]] - order.matrix[ranked[:, 0]]
+    drift = speed * across / across.norm(dim=1, keepdim=True)
+    times = torch.tensor([0.02, 0.1, 0.5, 2.0], dtype=torch.float64)
+    bounds = hitting_bounds(order, tokens, 2, times, noise=noise, drift=drift)
+    plain = hitting_bounds(order, tokens, 2, times, noise=noise)
+    assert (bounds.lower <= bounds.upper).all() and (bounds.upper <= bounds.coarse).all()
+    assert torch.equal(bounds.nearest, plain.nearest) and not torch.allclose(bounds.lower, plain.lower)
+    walks = simulate_walks(order, tokens, 2, 2.0, noise=noise, drift=drift, walks=2000, seed=6)
+    require_inside(walks.share_before(times), bounds.lower, bounds.upper, 2000)
+    assert (walks.orders[walks.times.isfinite()] == 1).all()
+
+
+def test_with_drift_the_lower_bound_is_the_most_probable_pair_not_the_nearest() -> None:
+    """Of three experts, the nearest tie is moved away from, and the other one is approached."""
+    order = Order(torch.tensor([[1.0, 1.0], [0.0, 1.0], [1.0, 0.0]], dtype=torch.float64))
+    token = torch.tensor([[0.2, 0.6]], dtype=torch.float64)  # expert 1 ties at the distance 0.2, expert 2 at 0.6
+    drift = torch.tensor([3.0, -0.8])
+    one, other = (hitting_bounds(Order(order.matrix[[0, each]]), token, 1, [0.5], drift=drift) for each in (1, 2))
+    both = hitting_bounds(order, token, 1, [0.5], drift=drift)
+    assert float(one.lower) < float(other.lower) == float(both.lower)
+    assert float(both.upper) == float(one.lower + other.lower) < 1
+    assert float(both.nearest) == pytest.approx(0.2)
+
+
+def test_tokens_of_several_clusters_and_blocks_walk_with_their_own_weights() -> None:
+    order, tokens = a_router()
+    factors = torch.stack([torch.ones(12), torch.linspace(0.1, 2, 12)]).double()
+    index, drift = torch.tensor([0, 1, 0, 1, 1, 0]), torch.linspace(-2, 2, 12).double()
+    scaled = Order(order.matrix, order.bias, scales=Scales(torch.nn.functional.one_hot(index, 2).double(), factors))
+    blocks = Order(torch.cat([order.matrix, order.matrix * factors[1]], 1), order.bias, block=index)
+    alone = hitting_bounds(Order(order.matrix * factors[1], order.bias), tokens[index == 1], 2, [0.2], drift=drift)
+    for several in (scaled, blocks):
+        bounds = hitting_bounds(several, tokens, 2, [0.2], drift=drift)
+        torch.testing.assert_close(bounds.lower[index == 1], alone.lower)
+        torch.testing.assert_close(bounds.upper[index == 1], alone.upper)
+    walks = simulate_walks(scaled, tokens, 2, 0.2, drift=drift, walks=1000, seed=7)
+    require_inside(walks.share_before(bounds.times), bounds.lower, bounds.upper, 1000)
+
+
+def test_a_drift_that_does_not_fit_is_one_clear_sentence() -> None:
+    order, tokens = a_router()
+    assert_refused(r"the drift has shape \(3,\)", hitting_bounds, order, tokens, 2, [1.0], drift=torch.ones(3))
+    assert_refused("give a D that is invertible", simulate_walks, order, tokens, 2, 1.0, noise=0.0, drift=torch.ones(12))

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
 import transformers
 from tiny import EXTRA, tiny
@@ -42,6 +43,12 @@ def said(model: Any, model_type: str) -> Tensor:
     return outputs(model, batch_of(model_type))
 
 
+def places(layer: str) -> dict[str, str]:
+    """Where accelerate puts the parts of a model with three layers: layers at `layer`, all else in memory."""
+    around = ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head")
+    return dict.fromkeys(around, "cpu") | {f"model.layers.{index}": layer for index in range(3)}
+
+
 def learned(model_type: str, router: str = "symphony+smooth", model: Any = None) -> Any:
     """A tiny model with this router, whose state has moved from where it started."""
     if model_type in EXTRA:
@@ -71,6 +78,16 @@ def trainer_of(model: Any, folder: Path, rows: Any, evaluated: Any = None, **opt
     arguments = transformers.TrainingArguments(str(folder), **{**quiet, **options})
     data = [{"input_ids": row, "labels": row} for row in rows] if isinstance(rows, Tensor) else rows
     return transformers.Trainer(model, arguments, train_dataset=data, eval_dataset=evaluated)
+
+
+def words(**special: str) -> Any:
+    """A tokeniser of words, "w5" for the token 5."""
+    vocabulary = {"[UNK]": 0, "[PAD]": 1, "</s>": 2, **{f"w{index}": index for index in range(3, 64)}}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, unk_token="[UNK]", pad_token="[PAD]", eos_token="</s>", model_max_length=64, **special
+    )
 
 
 def edit_config(folder: Path, edit: Edit, *, upper: bool = False) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tiny import tiny
+from tiny import tiny, with_checkpointing
 from tiny_dense import tiny_dense
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
@@ -29,6 +29,7 @@ import holdfast
 STEPS, ROWS, LENGTH = 20, 4, 12  # rows of all processes together
 LOSSES = holdfast.Losses(balance=0.1, importance=0.05, load=0.05, z=0.01, entropy=0.01)
 BOUNDARY = "smooth, control=loss"
+LIMITED = "capacity[factor=0.4:1:0.6:1.5:0.8:1:2:0.5]"
 OPTIONS: dict[str, dict[str, Any]] = {BOUNDARY: {"control": "loss"}, "remoe": {"l1": 0.1}}  # remoe's own is too small to see
 
 # Engine, family, a router for each of the three layers, recomputation; by the number of processes.
@@ -39,7 +40,7 @@ CASES: dict[int, dict[str, Case]] = {
         "DDP: similarity, attention, remoe": ("DDP", "llama", ("similarity+top-p", "attention", "remoe"), True),
         "DDP: switch, smoe-dropout, boundary": ("DDP", "llama", ("switch", "smoe-dropout", BOUNDARY), False),
         "FSDP2": ("FSDP2", "llama", ("symphony+smooth", "ac+similarity", "smoe"), False),
-        "experts, FSDP2: biases": ("experts, FSDP2", "gpt2", ("smooth", "ac+symphony", "similarity"), False),
+        "experts, FSDP2: biases": ("experts, FSDP2", "gpt2", ("smooth", "ac+symphony", LIMITED), False),
     },
     4: {
         "DDP": ("DDP", "llama", ("symphony", "ac", "smooth"), False),
@@ -118,9 +119,7 @@ def descent(model: nn.Module) -> torch.optim.Optimizer:
 
 def train(case: Case, rank: int, world: int, folder: Path | None = None) -> dict[str, Any]:
     name, family, routers, recomputed = case
-    model = built(family, routers)
-    if recomputed:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model = with_checkpointing(built(family, routers), recomputed)
     wrapped = engine(name, model, world)
     losses = descend(wrapped, descent(wrapped), range(STEPS), rank, world)
     model.eval()

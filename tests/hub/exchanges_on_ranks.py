@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tiny import tiny
+from tiny import tiny, with_checkpointing
 from tiny_dense import tiny_dense
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -66,9 +66,7 @@ if __name__ == "__main__":
     found = {}
     for case in CASES:
         for checkpointing in (False, True):
-            model = holdfast.shard_experts(built(case), mesh)
-            if checkpointing:
-                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            model = with_checkpointing(holdfast.shard_experts(built(case), mesh), checkpointing)
             both = torch.tensor(exchanged(model))
             dist.all_reduce(both)
             found[f"{case}, checkpointed" if checkpointing else case] = both.tolist()

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import with_checkpointing
 from tiny_dense import tiny_dense
 from torch import Tensor
 
@@ -29,12 +30,9 @@ ROUTERS: dict[str, tuple[str, dict[str, Any]]] = {
 def build(kind: str, checkpointed: bool = False) -> Any:
     name, options = ROUTERS[kind]
     dense = tiny_dense("gpt2", n_layer=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    model = holdfast.sparsify(
-        dense, experts=8, router=name, init="random", losses=holdfast.Losses(balance=0.01), **options
-    ).train()
-    if checkpointed:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model
+    losses = holdfast.Losses(balance=0.01)
+    model = holdfast.sparsify(dense, experts=8, router=name, init="random", losses=losses, **options)
+    return with_checkpointing(model.train(), checkpointed)
 
 
 def batches(steps: int, sequences: int = 8) -> list[tuple[Tensor, Tensor]]:

@@ -30,7 +30,7 @@ def test_an_audit_reads_the_gate_of_the_family(family: str) -> None:
     assert any(layer.flips > 0 for layer in other)
 
 
-@pytest.mark.parametrize("family", quick_or_slow(listed("MoE")[0], OTHER_GATES))
+@pytest.mark.parametrize("family", quick_or_slow(listed("MoE")[0], [*OTHER_GATES, "mixtral", "gpt_oss", "qwen3_5_moe"]))
 def test_a_native_model_replays_its_own_routes_to_the_bit_and_others_change_it(family: str) -> None:
     model = holdfast.reroute(built(family), "native")
     with torch.no_grad(), holdfast.trace(model) as found:

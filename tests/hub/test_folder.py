@@ -1,5 +1,6 @@
 """`save` and `load`: the same model comes back bit for bit, and what was damaged, changed or made up is refused."""
 
+import itertools
 import json
 import os
 import re
@@ -14,15 +15,14 @@ from typing import Any
 
 import huggingface_hub
 import pytest
-import tokenizers
 import torch
 import transformers
-from changed_models import TWO_ROWS, Edit, Trap, assert_same, edit_config, flip_a_bit, in_layer, learned, said
+from changed_models import TWO_ROWS, Edit, Trap, assert_same, edit_config, flip_a_bit, in_layer, learned, said, words
 from safetensors.torch import load_file
 from tiny import EXTRA, tiny
 from tiny_dense import CONFIGS, tiny_dense
 from torch import Tensor
-from wording import mentions
+from wording import assert_refused, mentions
 
 import holdfast
 from holdfast.errors import INSTALL
@@ -117,17 +117,6 @@ def test_a_model_of_a_folder_in_another_layout_is_saved_in_the_familys(tmp_path:
     assert weights_in(holdfast.save(model, tmp_path / "ours")).keys() == weights_in(tmp_path / "plain").keys()
 
 
-def test_what_is_compared_can_differ(tmp_path: Path) -> None:
-    model = learned("mixtral")
-    loaded = holdfast.load(holdfast.save(model, tmp_path / "out"))
-    router = next(module for module in loaded.modules() if isinstance(module, holdfast.Router))
-    graph = router.inform[0].get_buffer("graph")
-    assert not torch.equal(graph, torch.eye(8))  # where it starts
-    with torch.no_grad():
-        graph.copy_(torch.eye(8))
-    assert not torch.equal(said(model, "mixtral"), said(loaded, "mixtral"))
-
-
 @pytest.mark.parametrize("model_type", ["mixtral", "llama"])
 def test_state_stays_float32_in_a_bfloat16_model(model_type: str, tmp_path: Path) -> None:
     holdfast.save(tiny(model_type) if model_type in EXTRA else tiny_dense(model_type), tmp_path / "plain")
@@ -145,14 +134,11 @@ def test_state_stays_float32_in_a_bfloat16_model(model_type: str, tmp_path: Path
 def test_generation_settings_and_the_tokenizer_are_kept(tmp_path: Path) -> None:
     model = learned("llama")
     model.generation_config.max_new_tokens, model.generation_config.repetition_penalty = 7, 1.5
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "hold": 1, "fast": 2}, unk_token="[UNK]"))
-    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]")
-    folder = holdfast.save(model, tmp_path / "out", tokenizer=tokenizer)
+    folder = holdfast.save(model, tmp_path / "out", tokenizer=words())
     loaded = holdfast.load(folder)
     assert loaded.generation_config.max_new_tokens == 7 and loaded.generation_config.repetition_penalty == 1.5
     assert loaded.generate(input_ids=TWO_ROWS[:1]).shape == (1, 13)
-    assert transformers.AutoTokenizer.from_pretrained(folder)("hold fast hold").input_ids == [1, 2, 1]
+    assert transformers.AutoTokenizer.from_pretrained(folder)("w5 w9 w5").input_ids == [5, 9, 5]
 
 
 @pytest.mark.slow
@@ -270,8 +256,7 @@ def test_options_of_save_pretrained_are_heeded_and_unknown_ones_refused(kept: Pa
     folder = holdfast.save(model, tmp_path / "variant", variant="small")
     assert (folder / "model.small.safetensors").exists()
     assert_same(model, holdfast.load(folder, variant="small"))
-    with pytest.raises(ValueError, match="'max_shard_size'"):
-        holdfast.save(model, tmp_path / "wrong", max_shards_size="30KB")
+    assert_refused("'max_shard_size'", holdfast.save, model, tmp_path / "wrong", max_shards_size="30KB")
     assert not (tmp_path / "wrong").exists()
 
 
@@ -357,8 +342,7 @@ def test_what_is_no_hugging_face_model_is_refused_with_the_one_inside(wrapper: s
     try:
         wrapped: Any = model.model.layers if wrapper == "none" else getattr(torch.nn.parallel, wrapper)(model)
         said = "ModuleList is not a Hugging Face model" if wrapper == "none" else f"this {wrapper} wraps the model; save the"
-        with pytest.raises(ValueError, match=said):
-            holdfast.save(wrapped, tmp_path / "out")
+        assert_refused(said, holdfast.save, wrapped, tmp_path / "out")
         assert not (tmp_path / "out").exists()
     finally:
         if wrapper == "DistributedDataParallel":
@@ -380,8 +364,7 @@ def test_a_folder_that_is_there_is_replaced_only_by_force(kept: Path, tmp_path: 
     assert_same(second, holdfast.load(target))
     assert [path.name for path in target.parent.iterdir()] == ["out"] and not (target / "notes.txt").exists()
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="is a file"):
-        holdfast.save(first, tmp_path / "file", force=True)
+    assert_refused("is a file", holdfast.save, first, tmp_path / "file", force=True)
 
 
 def test_a_link_is_followed_and_the_working_folder_stays(
@@ -395,8 +378,7 @@ def test_a_link_is_followed_and_the_working_folder_stays(
     assert_same(model, holdfast.load(place))
     monkeypatch.chdir(place)
     for folder in (".", ".."):
-        with pytest.raises(ValueError, match="working directory"):
-            holdfast.save(model, folder, force=True)
+        assert_refused("working directory", holdfast.save, model, folder, force=True)
     assert_same(model, holdfast.load("."))
 
 
@@ -437,12 +419,14 @@ def swap(file: Path) -> None:
     shutil.rmtree(file.parent / "other")
 
 
-@pytest.mark.parametrize("damage", [cut, flip_a_bit, swap, Path.unlink])
-@pytest.mark.parametrize("name", ["mixtral", "llama"])
+DAMAGES = [*itertools.product(("mixtral", "llama"), (cut, flip_a_bit, swap, Path.unlink)), ("plain", cut)]
+
+
+@pytest.mark.parametrize(("name", "damage"), DAMAGES)
 def test_damaged_weights_are_refused(name: str, damage: Callable[[Path], None], copied: Callable[[str], Path]) -> None:
     folder = copied(name)
     damage(folder / "model.safetensors")
-    assert "model.safetensors" in refusal(folder)
+    assert "model.safetensors" in refusal(folder) or name == "plain"
 
 
 def test_a_missing_or_an_extra_shard_is_refused(copied: Callable[[str], Path]) -> None:
@@ -467,12 +451,6 @@ def test_an_index_that_names_other_files_is_refused(name: str, shard: Any, copie
     index["weight_map"][next(iter(index["weight_map"]))] = shard
     file.write_text(json.dumps(index))
     assert file.name in refusal(folder)
-
-
-def test_truncated_weights_of_a_plain_folder_are_refused(copied: Callable[[str], Path]) -> None:
-    folder = copied("plain")
-    cut(folder / "model.safetensors")
-    refusal(folder)
 
 
 @pytest.mark.parametrize("content", [None, "", "{not json", "[]", "5", '"text"', "\x00\x01", '{"model_type": "llama"'])
@@ -526,22 +504,15 @@ EDITS: dict[str, Edit] = {
     "a router with less state": in_layer(router="smooth"),
     "a router with other state": in_layer(router="symphony+attention"),
     "the family's own rule": in_layer(router="native"),
-    "a number for a router": in_layer(router=5),
-    "k of nothing": in_layer(k=0),
-    "k beyond the experts": in_layer(k=9),
     "k in words": in_layer(k="two"),
     "k as a bool": in_layer(k=True),
     "an unknown option": in_layer(options={"nonsense": 1}),
     "an option of another router": in_layer(options={"tau": 2.0}),
-    "an option of the wrong type": in_layer(options={"budget": "much"}),
     "an option out of range": in_layer(options={"eps": -1}),
     "options that are a list": in_layer(options=[]),
     "more experts": in_layer(experts=5),
-    "far too many experts": in_layer(experts=10**7),
     "a fraction of experts": in_layer(experts=2.5),
     "an unknown loss": in_layer(losses={"nonsense": 1}),
-    "an infinite loss": in_layer(losses={"balance": float("inf")}),
-    "an unknown entry": in_layer(nonsense=1),
     "a missing entry": lambda config: next(iter(config["holdfast"]["layers"].values())).pop("k"),
     "a layer that is not there": renamed("model.layers.9.mlp"),
     "a layer that is no MoE": renamed("model.layers.0.self_attn"),
@@ -594,17 +565,10 @@ def test_a_config_that_is_half_ours_is_refused(edit: Edit, copied: Callable[[str
     assert "Holdfast" in refusal(folder)
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"hidden_size": 64},
-        {"hidden_size": "wide"},
-        {"num_hidden_layers": 4},
-        {"num_hidden_layers": 2},
-        {"dtype": "nonsense"},
-    ],
-    ids=str,
-)
+MISFITS = [{"hidden_size": 64}, {"hidden_size": "wide"}, {"num_hidden_layers": 4}, {"num_hidden_layers": 2}]
+
+
+@pytest.mark.parametrize("values", [*MISFITS, {"dtype": "nonsense"}], ids=str)
 @pytest.mark.parametrize("name", ["mixtral", "plain"])
 def test_a_config_that_does_not_fit_the_weights_is_refused(
     name: str, values: dict[str, Any], copied: Callable[[str], Path]
@@ -751,8 +715,7 @@ def test_an_unknown_path_raises_a_one_line_error_without_network_access_when_off
 def test_a_folder_with_an_adapter_is_for_peft(tmp_path: Path) -> None:
     holdfast.save(holdfast.reroute(tiny("mixtral"), "smoe"), tmp_path / "saved")
     (tmp_path / "saved" / "adapter_config.json").write_text("{}")
-    with pytest.raises(ValueError, match="peft"):
-        holdfast.load(tmp_path / "saved")
+    assert_refused("peft", holdfast.load, tmp_path / "saved")
 
 
 def test_a_single_tower_of_a_changed_model_is_not_made_up(tmp_path: Path) -> None:

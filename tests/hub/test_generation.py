@@ -1,6 +1,7 @@
 """Decoding in models: the cached, the padded, the cropped and the reordered result is that of one full forward."""
 
 import copy
+import itertools
 import pickle
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from tiny_dense import tiny_dense
 from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from wording import assert_refused
 
 import holdfast
 from holdfast.routing import RouterCache, Routing
@@ -26,6 +28,7 @@ from holdfast.testing.router_under_test import STEEP
 # Every sequence-aware router at least once, alone and with everything else a router can have.
 GENERATING = [name for name in IN_TEXT_MODELS if name != "capacity"]  # where other tokens of the batch matter, too
 AWARE = ("similarity", "attention")
+VARIANTS = (*AWARE, "similarity[of=attention]", "similarity[from=confident]", "attention[heads=all]")
 COMBINED = ("symphony+similarity", "ac+symphony+attention+smooth", "xmoe+ac+similarity+top-p")
 # Seeds of the weights and of the prompts with which no step of any router is a near-tie.
 SEEDS = {"llama": (1, 3), "mixtral": (0, 1)}
@@ -107,8 +110,7 @@ def joined(steps: list[Routing], sequences: int) -> Routing:
 
 def part(routing: Routing, rows: Tensor) -> Routing:
     """Of the tokens that `rows` marks."""
-    rows = rows.flatten()
-    return Routing(routing.logits[rows], routing.gates[rows], routing.experts[rows], routing.weights[rows])
+    return routing.map_tokens(lambda values: values[rows.flatten()])
 
 
 def traced(model: Any, forward: Any, sequences: int) -> tuple[Any, list[Routing]]:
@@ -274,7 +276,7 @@ class TestEveryWayToGenerate:
         assert_same_routes([part(layer, real) for layer in own], [part(layer, real) for layer in routes])
 
 
-@pytest.mark.parametrize("router", AWARE)
+@pytest.mark.parametrize("router", VARIANTS)
 @torch.no_grad()
 def test_a_window_shorter_than_the_sequence_hides_what_is_outside_it(router: str) -> None:
     """In each of three layers attention looks back over a window, and so does the router: no change reaches further."""
@@ -289,19 +291,11 @@ def test_a_window_shorter_than_the_sequence_hides_what_is_outside_it(router: str
     assert (change["mixtral"] > 1e-3).all()  # the same weights without a window
 
 
-def kernel(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    sliding_window: int | None = None,
-    **options: Any,
-) -> Any:
+def kernel(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any) -> Any:
     """As flash attention is called: padding as a 2-D mask, the window as a number, causal by itself."""
     places = torch.arange(key.shape[2])
-    back = places[-query.shape[2] :].unsqueeze(1) - places
-    allowed = ((back >= 0) & (back < (sliding_window or len(places)))).expand(len(query), 1, -1, -1)
+    back, window = places[-query.shape[2] :].unsqueeze(1) - places, options.pop("sliding_window", None)
+    allowed = ((back >= 0) & (back < (window or len(places)))).expand(len(query), 1, -1, -1)
     if attention_mask is not None:
         allowed = allowed & attention_mask.bool()[:, None, None] | (back == 0)
     return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, allowed, **{**options, "is_causal": False})
@@ -322,7 +316,7 @@ def test_attention_that_takes_no_mask_but_padding_and_a_window_gives_the_same_to
         torch.testing.assert_close(torch.stack(got.logits), torch.stack(expected.logits), rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize("router", AWARE)
+@pytest.mark.parametrize("router", VARIANTS)
 @pytest.mark.parametrize(("kind", "attention"), [("llama", "eager"), ("mixtral", "sdpa"), ("sliding", "sdpa")])
 @torch.no_grad()
 def test_sequences_packed_into_one_row_do_not_see_each_other(kind: str, attention: str, router: str) -> None:
@@ -336,12 +330,7 @@ def test_sequences_packed_into_one_row_do_not_see_each_other(kind: str, attentio
     assert (model(input_ids=ids).logits[:, 10:] - alone[:, 10:]).abs().amax(-1).min() > 1e-2
 
 
-FAMILIES = [
-    (model_type, attention)
-    for model_type in EXTRA
-    for attention in ("eager", "sdpa")
-    if (model_type, attention) != ("gpt_oss", "sdpa")
-]
+FAMILIES = [case for case in itertools.product(EXTRA, ("eager", "sdpa")) if case != ("gpt_oss", "sdpa")]
 DENSE = [("llama", "eager"), ("qwen3", "sdpa"), ("phi3", "sdpa"), ("gpt2", "eager"), ("gpt2", "sdpa")]
 
 
@@ -376,13 +365,8 @@ def test_every_family_knows_its_padding_and_its_past(model_type: str, attention:
     def one_by_one() -> Tensor:
         past, start, pieces = None, 0, []
         for end in (12, *range(13, length + 1)):
-            out = model(
-                input_ids=ids[:, start:end],
-                attention_mask=mask[:, :end],
-                position_ids=positions[:, start:end],
-                past_key_values=past,
-                use_cache=True,
-            )
+            given = {"attention_mask": mask[:, :end], "position_ids": positions[:, start:end], "past_key_values": past}
+            out = model(input_ids=ids[:, start:end], use_cache=True, **given)
             past, start = out.past_key_values, end
             pieces.append(out.logits)
         return torch.cat(pieces, dim=1)
@@ -416,14 +400,10 @@ def test_a_cache_that_another_filled_is_refused(before: str, router: str) -> Non
 @torch.no_grad()
 def test_a_cache_from_before_rerouting_is_refused(router: str) -> None:
     model = tiny("mixtral")
-    past = filled(model)
-    holdfast.reroute(model, router)
-    with pytest.raises(ValueError, match="rows for 0"):
-        model(input_ids=IDS[:, 6:7], past_key_values=past)
-    past = filled(model)
-    holdfast.reroute(model, "symphony+similarity")
-    with pytest.raises(ValueError, match="rows for 0"):
-        model(input_ids=IDS[:, 6:7], past_key_values=past)
+    for name in (router, "symphony+similarity"):
+        past = filled(model)
+        holdfast.reroute(model, name)
+        assert_refused("rows for 0", model, input_ids=IDS[:, 6:7], past_key_values=past)
     past = filled(model)
     holdfast.restore(model)(input_ids=IDS[:, 6:7], past_key_values=past)  # the family's own rule needs no rows
 
@@ -433,33 +413,23 @@ def test_a_cache_that_misses_a_token_is_refused() -> None:
     model = changed("mixtral", "similarity")
     past = filled(model)
     tiny("mixtral")(input_ids=IDS[:, 6:7], past_key_values=past)
-    with pytest.raises(ValueError, match=r"\b7 tokens.*\b6\b"):
-        model(input_ids=IDS[:, 7:8], past_key_values=past)
+    assert_refused(r"\b7 tokens.*\b6\b", model, input_ids=IDS[:, 7:8], past_key_values=past)
 
 
+@pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("router", AWARE)
 @torch.no_grad()
-def test_a_copied_cache_continues_a_prompt_more_than_once(router: str) -> None:
+def test_a_copied_cache_continues_a_prompt_more_than_once(router: str, static: bool) -> None:
     model = changed("mixtral", router)
     full = model(input_ids=IDS).logits[:, 6:]
-    past = filled(model)
-    for again in (copy.deepcopy(past), pickle.loads(pickle.dumps(past)), past):
-        torch.testing.assert_close(model(input_ids=IDS[:, 6:], past_key_values=again).logits, full, rtol=0, atol=1e-4)
-    past.reset()  # and what is emptied can be filled anew
-    if past.get_seq_length():
-        pytest.skip("this version of transformers zeroes a cache without emptying it")
-    torch.testing.assert_close(model(input_ids=IDS, past_key_values=past).logits[:, 6:], full, rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize("router", AWARE)
-@torch.no_grad()
-def test_a_copied_static_cache_continues_a_prompt_more_than_once(router: str) -> None:
-    model = changed("mixtral", router)
-    full = model(input_ids=IDS).logits[:, 6:]
-    past = transformers.StaticCache(config=model.config, max_cache_len=12)
+    past = transformers.StaticCache(config=model.config, max_cache_len=12) if static else transformers.DynamicCache()
     model(input_ids=IDS[:, :6], past_key_values=past)
     for again in (copy.deepcopy(past), pickle.loads(pickle.dumps(past)), past):
         torch.testing.assert_close(model(input_ids=IDS[:, 6:], past_key_values=again).logits, full, rtol=0, atol=1e-4)
+    past.reset()  # and what is emptied can be filled anew
+    if int(past.get_seq_length()):
+        pytest.skip("this version of transformers zeroes a cache without emptying it")
+    torch.testing.assert_close(model(input_ids=IDS, past_key_values=past).logits[:, 6:], full, rtol=0, atol=1e-4)
 
 
 IN_ANOTHER_PROCESS = """
@@ -500,12 +470,9 @@ def test_a_cache_can_be_repeated_and_a_part_of_its_batch_selected() -> None:
 
 def test_continuous_batching_runs_token_wise_routers_and_refuses_the_others() -> None:
     """It lays tokens of several sequences side by side; a router that reads a sequence would mix them without a word."""
-    settings: dict[str, Any] = {
-        "generation_config": transformers.GenerationConfig(
-            max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0
-        ),
-        "continuous_batching_config": transformers.ContinuousBatchingConfig(num_blocks=4, max_batch_tokens=32),
-    }
+    config = transformers.GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    blocks = transformers.ContinuousBatchingConfig(num_blocks=4, max_batch_tokens=32)
+    settings: dict[str, Any] = {"generation_config": config, "continuous_batching_config": blocks}
     asked = [[5, 9, 13, 7], [3, 22]]
     model = changed("mixtral", "symphony")
     answers = list(model.generate_batch(inputs=asked, **settings).values())
@@ -523,6 +490,5 @@ def test_packed_sequences_without_a_mask_are_refused_by_routers_that_look_at_oth
     """Flash attention packs by `cu_seq_lens`, and there is no 4-D mask that tells the sequences apart."""
     packed = {"cu_seq_lens_q": torch.tensor([0, 4, 12], dtype=torch.int32)}
     ids = torch.arange(3, 15).view(1, 12)
-    with pytest.raises(ValueError, match="packed"):
-        holdfast.reroute(tiny("mixtral"), "similarity")(input_ids=ids, use_cache=False, **packed)
+    assert_refused("packed", holdfast.reroute(tiny("mixtral"), "similarity"), input_ids=ids, use_cache=False, **packed)
     holdfast.reroute(tiny("mixtral"), "smooth")(input_ids=ids, use_cache=False, **packed)

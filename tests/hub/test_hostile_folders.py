@@ -18,6 +18,7 @@ from changed_models import edit_config
 from safetensors.torch import load_file, save_file
 from tiers import quick_or_slow
 from tiny import tiny
+from wording import assert_refused
 
 import holdfast
 from holdfast.files import DEEPEST
@@ -33,7 +34,7 @@ TRYING: dict[str, list[str]] = {
     "attack": ["routes", "--budget", "0.1", "--examples", "8", "--steps", "1"],
     "evaluate": [],
 }
-SECONDS = 20  # far more than a refusal takes on a busy machine, far less than any of these folders would
+SECONDS = 20  # of processor time: far more than a refusal takes, far less than any of these folders would
 Edit = Callable[[Path], object]
 CANARY = "canary_of_hostile_folders"
 
@@ -95,46 +96,44 @@ def layer(**values: Any) -> Edit:
     return edit
 
 
-def content(name: str, text: str | Callable[[], str]) -> Edit:
+def replaced(name: str, make: Callable[[Path], object]) -> Edit:
+    """What `make` makes, in the place of a file."""
+
     def edit(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
-        (folder / name).write_text(text if isinstance(text, str) else text())
+        make(folder / name)
 
     return edit
+
+
+def content(name: str, text: str) -> Edit:
+    return replaced(name, lambda file: file.write_text(text))
 
 
 def large(name: str) -> Edit:
     """100 MB; they are not read, so it does not matter of what."""
 
-    def edit(folder: Path) -> None:
-        with (folder / name).open("w") as file:
-            file.truncate(100 << 20)
+    def make(file: Path) -> None:
+        with file.open("w") as stream:
+            stream.truncate(100 << 20)
 
-    return edit
+    return replaced(name, make)
 
 
 def pipe(name: str) -> Edit:
     """A named pipe without a writer: whoever opens it waits for ever."""
-
-    def edit(folder: Path) -> None:
-        (folder / name).unlink(missing_ok=True)
-        os.mkfifo(folder / name)
-
-    return edit
+    return replaced(name, os.mkfifo)
 
 
 def link(name: str, target: str) -> Edit:
+    return replaced(name, lambda file: file.symlink_to(target))
+
+
+def in_json(name: str, change: Callable[[dict[str, Any]], object]) -> Edit:
     def edit(folder: Path) -> None:
-        (folder / name).unlink(missing_ok=True)
-        (folder / name).symlink_to(target)
-
-    return edit
-
-
-def folder_named(name: str) -> Edit:
-    def edit(folder: Path) -> None:
-        (folder / name).unlink()
-        (folder / name).mkdir()
+        stored = json.loads((folder / name).read_text())
+        change(stored)
+        (folder / name).write_text(json.dumps(stored))
 
     return edit
 
@@ -204,7 +203,7 @@ HOSTILE: dict[str, tuple[Edit, tuple[str, ...], str]] = {
     "code": (code, OPENED, "model class"),
     "a pipe for a config": (pipe("config.json"), EVERY, "a named pipe"),
     "a device for a config": (link("config.json", "/dev/zero"), EVERY, "a device"),
-    "a folder for a config": (folder_named("config.json"), EVERY, "a folder"),
+    "a folder for a config": (replaced("config.json", Path.mkdir), EVERY, "a folder"),
     "a link to itself": (link("config.json", "config.json"), EVERY, "config.json"),
     "a config outside": (link("config.json", "../outside/secret.txt"), EVERY, "outside"),
     "100 MB of config": (large("config.json"), EVERY, "larger than 16 MiB"),
@@ -219,11 +218,7 @@ HOSTILE: dict[str, tuple[Edit, tuple[str, ...], str]] = {
     "a terabyte of nothing": (sparse_file, OPENED, "memory"),
     "shards that are no names": (index(5, [], None), ON_TRAINING, "weight"),
     "shards outside": (index("../outside/secret.txt"), ON_TRAINING, "safetensors"),
-    "a shard with a name of 5,000 letters": (
-        index(f"{'x' * 5000}.safetensors"),
-        ON_TRAINING,
-        "xxx', which is not a safetens",
-    ),
+    "a shard with a name of 5,000 letters": (index(f"{'x' * 5000}.safetensors"), ON_TRAINING, "xxx', which is not a safet"),
     "a deep index": (content("model.safetensors.index.json", NESTED), ON_TRAINING, " levels "),
     "a pipe for generation": (pipe("generation_config.json"), ON_TRAINING, "a named pipe"),
     "a pipe for a chat": (pipe("chat_template.jinja"), ON_TRAINING, "a named pipe"),
@@ -246,7 +241,7 @@ def refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
 
     def run(command: str, folder: Path, *more: str) -> str:
         capsys.readouterr()
-        started = time.monotonic()
+        started = time.process_time()
         if command == "load":
             with pytest.raises(ValueError, match=r"\S") as caught:
                 holdfast.load(folder)
@@ -256,15 +251,11 @@ def refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
             said = capsys.readouterr()
             told = said.err.strip().splitlines()[-1]
             assert "Traceback" not in said.err + said.out and "a secret" not in said.err + said.out
-        assert time.monotonic() - started < SECONDS
+        assert time.process_time() - started < SECONDS
         assert told.startswith("holdfast: ") and len(told.splitlines()) == 1 and told.isprintable()
         return told
 
     return run
-
-
-def test_every_command_meets_hostile_folders_in_the_quick_tier() -> None:
-    assert {command for _, command in QUICK} == {*EVERY}
 
 
 @pytest.mark.parametrize(("kind", "command"), quick_or_slow(CASES, QUICK))
@@ -305,19 +296,12 @@ def _resumed(edit: Edit, made: dict[str, Path], tmp_path: Path, capsys: Any) -> 
 DEEP_REGEX = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
 
 
-def regex(folder: Path) -> None:
-    """A pattern that backtracks until its library gives up, which ends in a panic of Rust."""
-    file = folder / "tokenizer.json"
-    written = json.loads(file.read_text())
-    file.write_text(json.dumps({**written, "pre_tokenizer": DEEP_REGEX}))
+# A pattern that backtracks until its library gives up, which ends in a panic of Rust.
+regex = in_json("tokenizer.json", lambda stored: stored.update(pre_tokenizer=DEEP_REGEX))
 
 
 def tokenizer_config(**values: Any) -> Edit:
-    def edit(folder: Path) -> None:
-        file = folder / "tokenizer_config.json"
-        file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
-
-    return edit
+    return in_json("tokenizer_config.json", lambda stored: stored.update(values))
 
 
 TOKENIZERS: dict[str, tuple[Edit, str]] = {
@@ -356,15 +340,7 @@ def test_code_of_a_tokeniser_is_not_run(made: dict[str, Path], tmp_path: Path, o
 
 def task(section: str | None = None, /, **values: Any) -> Edit:
     """Other values in task.json: in a section of its recipe, or beside the recipe."""
-
-    def edit(folder: Path) -> None:
-        file = folder / "task.json"
-        stored = json.loads(file.read_text())
-        place = stored if section is None else stored["recipe"][section]
-        place.update(values)
-        file.write_text(json.dumps(stored))
-
-    return edit
+    return in_json("task.json", lambda stored: (stored["recipe"][section] if section else stored).update(values))
 
 
 def poisoned_data(folder: Path) -> None:
@@ -500,8 +476,7 @@ def test_auto_classes_refuse_bombs_too(made: dict[str, Path], tmp_path: Path) ->
     for number, (values, says) in enumerate([({"num_labels": 10**9}, "num_labels is"), ({"vocab_size": 10**8}, "together")]):
         folder = Path(shutil.copytree(made["changed"], tmp_path / str(number)))
         config(**values)(folder)
-        with pytest.raises(ValueError, match=says):
-            transformers.AutoModelForCausalLM.from_pretrained(folder)
+        assert_refused(says, transformers.AutoModelForCausalLM.from_pretrained, folder)
 
 
 def test_a_model_folder_that_is_a_link_out_is_refused(

@@ -1,17 +1,16 @@
 """The routers' losses in `outputs.loss`: there in training, once, whatever the batch is cut or padded into."""
 
 import warnings
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from changed_models import changed as with_router
-from tiny import tiny
+from tiny import tiny, with_checkpointing
 from tiny_dense import inputs
 from torch import Tensor
+from wording import assert_refused
 
 import holdfast
 from holdfast import Losses, Routing
@@ -67,8 +66,7 @@ class Overheard:
 def loss_of(model: Any, batch: dict[str, Any], **options: Any) -> Tensor:
     torch.manual_seed(5)  # dropout, where a family has it
     out = model(**batch, **options)
-    loss: Tensor = out[0] if isinstance(out, tuple) else out.loss
-    return loss
+    return out[0] if isinstance(out, tuple) else out.loss
 
 
 def quiet(model: Any) -> Any:
@@ -84,11 +82,8 @@ def gradients(model: Any) -> dict[str, Tensor]:
 
 
 def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float) -> None:
-    assert ours.keys() == theirs.keys() != set()
-    for name in ours:
-        torch.testing.assert_close(
-            ours[name], theirs[name], atol=tolerance, rtol=tolerance, msg=partial("{}: {}".format, name)
-        )
+    assert ours
+    torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
 
 
 def state(model: Any) -> dict[str, Tensor]:
@@ -307,6 +302,8 @@ CHECKPOINTED = [
     ("mixtral", "native"),
     ("llama", "ac+symphony+similarity+smooth"),
     ("llama", "attention"),
+    ("llama", "hash"),
+    ("mixtral", "stablemoe"),
 ]
 
 
@@ -314,9 +311,7 @@ CHECKPOINTED = [
 def test_activation_checkpointing_changes_nothing(family: str, router: str) -> None:
     """Three steps: the same losses, gradients, and what routers have learned without gradients."""
     models = [changed(family, router, LOSSES).train() for _ in range(2)]
-    recomputed = models[1]
-    recomputed.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    forwards, before = Overheard(recomputed), state(changed(family, router, LOSSES))
+    forwards, before = Overheard(with_checkpointing(models[1])), state(changed(family, router, LOSSES))
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     for step in range(3):
         batch = text(4, 16, (16, 9, 16, 12), seed=step)
@@ -336,30 +331,25 @@ def test_activation_checkpointing_changes_nothing(family: str, router: str) -> N
     learned = state(models[0])
     assert_same(state(models[1]), learned, 1e-6)
     moved = {name.rpartition(".")[2] for name in learned if not torch.equal(learned[name], before[name])}
-    wanted = {"native": set(), "attention": {"entropy"}}.get(router, {"graph", "width", "spreads"})
-    assert wanted <= moved
+    assert {"attention": {"entropy"}, CHECKPOINTED[0][1]: {"graph", "width", "spreads"}}.get(router, set()) <= moved
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize(("family", "router"), [("mixtral", "native"), ("mixtral", "smoe"), ("llama", "symphony+smooth")])
 def test_reentrant_checkpointing_is_refused_where_routers_have_losses(family: str, router: str) -> None:
-    model = changed(family, router, LOSSES).train()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
-    with pytest.raises(ValueError, match="reentrant"):
-        loss_of(model, text())
+    model = with_checkpointing(changed(family, router, LOSSES).train(), reentrant=True)
+    assert_refused("reentrant", loss_of, model, text())
     model.gradient_checkpointing_disable()
     loss_of(model, text()).backward()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
     with torch.no_grad():  # nothing to lose
-        loss_of(model, text())
+        loss_of(with_checkpointing(model, reentrant=True), text())
 
 
 @pytest.mark.parametrize(
     ("family", "router"), [("mixtral", "ac+symphony+smooth"), ("llama", "ac+symphony+attention+smooth")]
 )
 def test_reentrant_checkpointing_is_allowed_without_losses(family: str, router: str) -> None:
-    models = [changed(family, router).train() for _ in range(2)]
-    models[1].gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    models = [with_checkpointing(changed(family, router).train(), enabled, reentrant=True) for enabled in (False, True)]
     for step in range(2):
         for model in models:
             model.zero_grad()
@@ -368,41 +358,34 @@ def test_reentrant_checkpointing_is_allowed_without_losses(family: str, router: 
     assert_same(state(models[1]), state(models[0]), 1e-6)
 
 
-def padded_right(batch: dict[str, Tensor], filler: Tensor) -> dict[str, Tensor]:
-    return _padded(batch, lambda values, extra: torch.cat([values, extra], dim=1), filler)
-
-
-def padded_left(batch: dict[str, Tensor], filler: Tensor) -> dict[str, Tensor]:
-    return _padded(batch, lambda values, extra: torch.cat([extra, values], dim=1), filler)
-
-
-def _padded(batch: dict[str, Tensor], join: Callable[[Tensor, Tensor], Tensor], filler: Tensor) -> dict[str, Tensor]:
+def padded(batch: dict[str, Tensor], filler: Tensor, side: str) -> dict[str, Tensor]:
     extra = {"input_ids": filler, "attention_mask": torch.zeros_like(filler), "labels": torch.full_like(filler, -100)}
-    return {name: join(values, extra[name]) for name, values in batch.items()}
+    pairs = {name: (values, extra[name]) for name, values in batch.items()}
+    return {name: torch.cat(pair if side == "right" else pair[::-1], dim=1) for name, pair in pairs.items()}
 
 
 PADDED = [
-    ("mixtral", "ac+symphony+similarity+smooth", padded_right, "sdpa"),
-    ("mixtral", "ac+symphony+similarity+smooth", padded_left, "eager"),
-    ("mixtral", "native", padded_right, "eager"),
-    ("mixtral", "native", padded_left, "sdpa"),
-    ("gpt_oss", "symphony+smooth", padded_left, "eager"),
-    ("llama", "ac+symphony+attention+smooth", padded_right, "eager"),
-    ("llama", "ac+symphony+attention+smooth", padded_left, "sdpa"),
-    ("bert", "symphony+similarity+smooth", padded_right, "sdpa"),
-    ("bert", "symphony+attention+smooth", padded_right, "eager"),
+    ("mixtral", "ac+symphony+similarity+smooth", "right", "sdpa"),
+    ("mixtral", "ac+symphony+similarity+smooth", "left", "eager"),
+    ("mixtral", "native", "right", "eager"),
+    ("mixtral", "native", "left", "sdpa"),
+    ("gpt_oss", "symphony+smooth", "left", "eager"),
+    ("llama", "ac+symphony+attention+smooth", "right", "eager"),
+    ("llama", "ac+symphony+attention+smooth", "left", "sdpa"),
+    ("bert", "symphony+similarity+smooth", "right", "sdpa"),
+    ("bert", "symphony+attention+smooth", "right", "eager"),
 ]
 
 
-@pytest.mark.parametrize(("family", "router", "pad", "attention"), PADDED)
-def test_padding_counts_neither_in_losses_nor_in_state(family: str, router: str, pad: Any, attention: str) -> None:
+@pytest.mark.parametrize(("family", "router", "side", "attention"), PADDED)
+def test_padding_counts_neither_in_losses_nor_in_state(family: str, router: str, side: str, attention: str) -> None:
     """Sequences with seven tokens of padding that are no zeros, and the sequences alone."""
     batch = text(3, 16, (16, 16, 16))
     batch["labels"][:, 0] = -100  # or, padded on the left, it would be predicted from padding
     filler = torch.randint(3, 64, (3, 7), generator=torch.Generator().manual_seed(9))
     models = [changed(family, router, Losses(balance=0.3, z=0.1, importance=0.1, entropy=0.1)) for _ in range(2)]
     losses = []
-    for model, given in zip(models, (batch, pad(batch, filler)), strict=True):
+    for model, given in zip(models, (batch, padded(batch, filler, side)), strict=True):
         model.set_attn_implementation(attention)
         losses.append(loss_of(quiet(model.train()), given))
         losses[-1].backward()

@@ -3,13 +3,13 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import transformers
 from changed_models import trainer_of
-from tiny import tiny
+from tiny import tiny, with_checkpointing
 from tiny_dense import CONFIGS, tiny_dense
 from torch import Tensor, nn
+from wording import assert_refused
 
 import holdfast
 from holdfast import Losses
@@ -62,6 +62,16 @@ def weights(model: Any) -> list[nn.Parameter]:
     """The weights of all scores."""
     routers = [layer.router for layer in moe_layers(model)]
     return [router.score.get_parameter("weight") for router in routers if router is not None]
+
+
+def test_image_tokens_use_groups_of_their_own() -> None:
+    model, given = sparse("hierarchical[groups=2,by=modality]"), batch()
+    with torch.no_grad(), holdfast.trace(model) as routes:
+        model(**given)
+    for routing in routes:
+        assert torch.equal(routing.experts // 3, (given["input_ids"] == IMAGE).long().view(-1, 1).expand(-1, 2))
+    text = holdfast.sparsify(tiny_dense("llama"), experts=6, router="hierarchical[groups=2,by=modality]")
+    assert_refused("needs an image token in its config", text, input_ids=given["input_ids"])
 
 
 def test_image_tokens_have_the_modality_1() -> None:
@@ -120,13 +130,10 @@ def test_the_trainer_trains_it(tmp_path: Path) -> None:
 def test_activation_checkpointing_recomputes_with_the_same_modality() -> None:
     gradients = []
     for recompute in (False, True):
-        model, given = sparse().train(), batch()
-        if recompute:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model, given = with_checkpointing(sparse().train(), recompute), batch()
         model(**given, labels=given["input_ids"], use_cache=False).loss.backward()
         gradients.append([p.grad for p in model.parameters() if p.grad is not None])
-    for first, second in zip(*gradients, strict=True):
-        torch.testing.assert_close(first, second)
+    torch.testing.assert_close(*gradients)
 
 
 def test_certificates_are_exact_given_the_modality() -> None:
@@ -146,12 +153,10 @@ def test_a_text_model_is_refused_before_it_is_changed() -> None:
         (tiny("mixtral"), lambda model: holdfast.reroute(model, "modality")),
     ):
         before = sorted(model.state_dict())
-        with pytest.raises(ValueError, match="this model has no image token in its config"):
-            change(model)
+        assert_refused("this model has no image token in its config", change, model)
         assert sorted(model.state_dict()) == before
 
 
 def test_embeddings_in_the_place_of_ids_are_refused() -> None:
     model = sparse()
-    with pytest.raises(ValueError, match="the context has no modality"):
-        model(inputs_embeds=torch.randn(1, 5, 32))
+    assert_refused("the context has no modality", model, inputs_embeds=torch.randn(1, 5, 32))

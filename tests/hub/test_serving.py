@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import tiny
+from changed_models import changed
+from tiny import tiny, with_checkpointing
 from tiny_dense import inputs, tiny_dense
 from torch import Tensor
+from wording import assert_refused
 
 import holdfast
 from holdfast import Losses
@@ -90,10 +92,7 @@ def test_calibrations_may_end_in_any_order() -> None:
     ("family", "router"), [("mixtral", "attention"), ("deepseek_v3", "native"), ("llama", "ac+symphony+similarity+smooth")]
 )
 def test_a_pickled_model_is_the_same_model(family: str, router: str) -> None:
-    if family == "llama":
-        model: Any = holdfast.sparsify(tiny_dense(family), experts=4, router=router, losses=LOSSES)
-    else:
-        model = holdfast.reroute(tiny(family), router, losses=LOSSES)
+    model = changed(family, router, losses=LOSSES)
     other = pickle.loads(pickle.dumps(model))
     assert type(other) is type(model) and type(other.config) is type(model.config)
     batch = inputs("llama") if family == "llama" else {"input_ids": ids_of(9), "labels": ids_of(9)}
@@ -101,19 +100,22 @@ def test_a_pickled_model_is_the_same_model(family: str, router: str) -> None:
     assert torch.equal(other.train()(**batch).loss, model.train()(**batch).loss)
 
 
-@pytest.mark.parametrize(("router", "options"), [("similarity", {"causal": False}), ("ac", {"stats": "batch"})])
-def test_a_router_that_sees_ahead_is_announced_and_does_not_generate(router: str, options: dict[str, Any]) -> None:
-    with pytest.warns(UserWarning, match="perplexity"):
-        model: Any = holdfast.reroute(tiny("mixtral"), router, **options)
-    with pytest.raises(ValueError, match="generate"):
-        model.generate(ids_of(9), max_new_tokens=2)
+SEES_AHEAD = ["similarity[causal=false]", "ac[stats=batch]", "capacity[policy=next]", "smoe+capacity[factor=0.7]"]
+SEES_AHEAD += ["remoe+capacity", "expert-choice[evaluate=same]"]
+
+
+@pytest.mark.parametrize("router", SEES_AHEAD)
+def test_a_router_that_sees_ahead_is_announced_and_does_not_generate(router: str) -> None:
+    with pytest.warns(UserWarning, match="later tokens: its perplexity cannot be compared"):
+        model: Any = holdfast.reroute(tiny("mixtral"), router)
+    assert_refused("cannot generate", model.generate, ids_of(9), max_new_tokens=2)
     past = model(input_ids=ids_of(9)).past_key_values
-    with pytest.raises(ValueError, match="KV cache"):
-        model(input_ids=ids_of(1), past_key_values=past)
+    assert_refused("KV cache", model, input_ids=ids_of(1), past_key_values=past)
+    model.train()(input_ids=ids_of(9), labels=ids_of(9)).loss.backward()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        holdfast.sparsify(tiny_dense("bert"), experts=4, router=router, router_options=options)
-        holdfast.reroute(model, router).generate(ids_of(9), max_new_tokens=2)
+        holdfast.sparsify(tiny_dense("bert"), experts=4, router=router)
+        holdfast.reroute(model.eval(), "similarity").generate(ids_of(9), max_new_tokens=2)
 
 
 @pytest.mark.parametrize("router", ["ac", "attention"])
@@ -121,14 +123,11 @@ def test_a_backward_in_another_thread_recomputes_what_the_forward_saw(router: st
     """As on a GPU, whose backward has a thread of its own, from step to step."""
     gradients = []
     for checkpointed in (False, True):
-        model: Any = holdfast.reroute(tiny("mixtral"), router).train()
-        if checkpointed:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model = with_checkpointing(holdfast.reroute(tiny("mixtral"), router).train(), checkpointed)
         with ThreadPoolExecutor(1) as backwards:
             for turn in range(3):
                 ids = ids_of(12, 3).roll(turn)
                 loss = model(input_ids=ids, labels=ids, use_cache=False).loss
                 backwards.submit(loss.backward).result()
         gradients.append({name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None})
-    for name, theirs in gradients[0].items():
-        torch.testing.assert_close(gradients[1][name], theirs, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(gradients[1], gradients[0], atol=1e-6, rtol=1e-5)

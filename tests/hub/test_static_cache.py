@@ -12,6 +12,7 @@ from tiny import tiny
 from tiny_dense import tiny_dense
 from torch import Tensor
 from torch._dynamo.utils import counters
+from wording import assert_refused
 
 import holdfast
 from holdfast.hub.context import token_mask_of, window_mask
@@ -50,15 +51,8 @@ def static_cache(model: Any, length: int = 24) -> Any:
 
 
 def generate(model: Any, tokens: int, **options: Any) -> Any:
-    return model.generate(
-        IDS,
-        attention_mask=MASK,
-        max_new_tokens=tokens,
-        do_sample=False,
-        return_dict_in_generate=True,
-        output_logits=True,
-        **options,
-    )
+    asked = {"max_new_tokens": tokens, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    return model.generate(IDS, attention_mask=MASK, **asked, **options)
 
 
 def compiled(backend: str = "eager") -> dict[str, Any]:
@@ -167,17 +161,14 @@ def test_a_static_cache_with_tokens_of_another_model_is_refused(router: str) -> 
     model, plain = build(router), tiny("mixtral", **LAYERS)
     cache = static_cache(model)
     plain(input_ids=IDS[:, :6], past_key_values=cache)
-    with pytest.raises(ValueError, match=r"\b6 tokens.*rows for 0\b"):
-        model(input_ids=IDS[:, 6:7], past_key_values=cache)
+    assert_refused(r"\b6 tokens.*rows for 0\b", model, input_ids=IDS[:, 6:7], past_key_values=cache)
     cache = static_cache(model)
     model(input_ids=IDS[:, :6], past_key_values=cache)
     plain(input_ids=IDS[:, 6:7], past_key_values=cache)
-    with pytest.raises(ValueError, match=r"\b7 tokens.*rows for 6\b"):
-        model(input_ids=IDS[:, 7:8], past_key_values=cache)
+    assert_refused(r"\b7 tokens.*rows for 6\b", model, input_ids=IDS[:, 7:8], past_key_values=cache)
     cache = static_cache(model)
     build(router)(input_ids=IDS[:, :6], past_key_values=cache)
-    with pytest.raises(ValueError, match=r"\b6 tokens.*rows for 0\b"):
-        model(input_ids=IDS[:, 6:7], past_key_values=cache)
+    assert_refused(r"\b6 tokens.*rows for 0\b", model, input_ids=IDS[:, 6:7], past_key_values=cache)
     cache.reset()
     model(input_ids=IDS, past_key_values=cache)  # what is emptied can be filled by any router
 

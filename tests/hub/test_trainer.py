@@ -1,6 +1,5 @@
 """transformers' own Trainer around changed models: it trains, evaluates, saves, and resumes as if it had never stopped."""
 
-import math
 import pickle
 from pathlib import Path
 from typing import Any
@@ -142,22 +141,12 @@ def test_a_second_training_logs_none_of_the_steps_of_the_first_one(tmp_path: Pat
 def test_every_trainer_has_the_callback_once() -> None:
     import transformers.trainer
 
-    from holdfast.hub.checkpoint import register
+    from holdfast.registration import register_on_import
 
-    register()
+    register_on_import()
     callback = holdfast.trainer_callback()
     assert transformers.trainer.DEFAULT_CALLBACKS.count(type(callback)) == 1
     assert type(pickle.loads(pickle.dumps(callback))) is type(callback)
-
-
-@pytest.mark.slow
-def test_training_brings_the_loss_down(tmp_path: Path) -> None:
-    for family, router in (("llama", "ac+symphony+attention+smooth"), ("mixtral", "symphony+similarity")):
-        run = trainer(changed(family, router), tmp_path, max_steps=12, gradient_checkpointing=True)
-        run.train()
-        losses = [entry["loss"] for entry in run.state.log_history if "loss" in entry]
-        assert all(math.isfinite(loss) for loss in losses)
-        assert sum(losses[-3:]) < sum(losses[:3]) - 0.5
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
@@ -199,7 +188,6 @@ def test_two_processes_train_as_one_with_the_whole_batch(tmp_path: Path) -> None
         assert len(alone[case]["losses"]) == STEPS
         for name in ("losses", "balance"):
             assert first[case][name] == second[case][name] == pytest.approx(alone[case][name], abs=1e-5)
-        for name, value in alone[case]["contents"].items():
-            torch.testing.assert_close(first[case]["contents"][name], value, atol=1e-5, rtol=1e-4, msg=f"{case}: {name}")
+        torch.testing.assert_close(first[case]["contents"], alone[case]["contents"], atol=1e-5, rtol=1e-4)
         loaded = holdfast.load(tmp_path / case / f"checkpoint-{STEPS}")
         assert torch.equal(logits(loaded), first[case]["logits"])

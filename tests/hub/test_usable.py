@@ -3,6 +3,7 @@
 import pytest
 import torch
 from tiny import tiny
+from wording import assert_refused
 
 from holdfast.auditing import audit, certify_model
 from holdfast.hub.tracing import require_finite, require_known_tokens, require_positions
@@ -18,8 +19,7 @@ def test_a_weight_that_is_not_finite_is_named(bad: float) -> None:
     with torch.no_grad():
         model.state_dict()[name][2] = bad
     for run in (audit, certify_model):
-        with pytest.raises(ValueError, match=f"^{name}: .*NaN"):
-            run(model, [{"input_ids": IDS}])
+        assert_refused(f"^{name}: .*NaN", run, model, [{"input_ids": IDS}])
 
 
 def test_large_weights_are_finite_though_their_sum_is_not() -> None:
@@ -33,15 +33,12 @@ def test_products_that_overflow_raise_a_one_line_error_too() -> None:
     model = tiny("mixtral")
     with torch.no_grad():
         model.model.layers[0].post_attention_layernorm.weight.fill_(3e38)
-    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.gate: .*NaN"):
-        audit(model, [{"input_ids": IDS}], perturb=["none"])
+    assert_refused(r"layers\.0\.mlp\.gate: .*NaN", audit, model, [{"input_ids": IDS}], perturb=["none"])
 
 
 def test_tokens_and_positions_end_where_the_model_does() -> None:
     model = tiny("mixtral")
     require_known_tokens(model, torch.tensor([0, 63]))
     require_positions(model, 128)
-    with pytest.raises(ValueError, match=r"64.*64"):
-        require_known_tokens(model, torch.tensor([64]))
-    with pytest.raises(ValueError, match=r"129.*128"):
-        require_positions(model, 129)
+    assert_refused(r"64.*64", require_known_tokens, model, torch.tensor([64]))
+    assert_refused(r"129.*128", require_positions, model, 129)

@@ -4,14 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from tiny import tiny
 
 import holdfast
 from holdfast.hub.replacements import ConfigView
-from holdfast.routing import Attention, VisibleTokens
-
-ROUTERS = ["similarity", "similarity[of=attention]", "similarity[from=confident]", "attention[heads=all]"]
+from holdfast.hub.tracing import router_calls
+from holdfast.routing import VisibleTokens
 
 
 def modules(model: Any) -> tuple[Any, Any]:
@@ -42,70 +40,18 @@ def test_a_router_captures_only_what_it_reads(router: str, hooks: int, view: boo
 
 def test_similarity_of_tokens_gets_the_mask_and_no_attention() -> None:
     model = holdfast.reroute(tiny("mixtral"), "similarity").eval()
-    seen: list[Any] = []
-    router = next(module for module in model.modules() if isinstance(module, holdfast.Router))
-    router.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[1]))
     mask = torch.ones(2, 9, dtype=torch.long)
     mask[1, :3] = 0
-    model(input_ids=torch.randint(3, 60, (2, 9)), attention_mask=mask)
-    assert seen[0].attention is None and isinstance(seen[0].visible, VisibleTokens)
-    visible = seen[0].visible
-    assert visible.keys == 9 and visible.mask is not None and visible.mask.shape[-2:] == (9, 9)
-
-
-@pytest.mark.parametrize("router", ROUTERS)
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_packed_documents_are_routed_as_if_they_were_alone(router: str, implementation: str) -> None:
-    """Positions that start again at 0 mark a new document; its tokens must not be informed by the one before."""
-    model: Any = tiny("mixtral")
-    model.set_attn_implementation(implementation)
-    holdfast.reroute(model, router).eval()
-    ids = torch.randint(3, 60, (1, 13), generator=torch.Generator().manual_seed(0))
-    positions = torch.cat([torch.arange(5), torch.arange(8)]).unsqueeze(0)
-    with torch.no_grad():
-        packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits
-        alone = model(input_ids=ids[:, 5:], use_cache=False).logits
-        mixed = model(input_ids=ids, use_cache=False).logits
-    torch.testing.assert_close(packed[:, 5:], alone, atol=1e-5, rtol=1e-4)
-    assert not torch.allclose(mixed[:, 5:], alone, atol=1e-3)
-
-
-@pytest.mark.parametrize("router", ROUTERS)
-def test_a_sliding_window_limits_what_informs_a_token(router: str) -> None:
-    """In one layer with a window of 4, attention passes a token on by 3 places, and the router by 3 more, not further."""
-    config = transformers.MixtralConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=6,
-        sliding_window=4,
+    with router_calls(model) as calls:
+        model(input_ids=torch.randint(3, 60, (2, 9)), attention_mask=mask)
+    assert calls[0].context is not None and calls[0].context.attention is None
+    visible = calls[0].context.visible
+    assert (
+        isinstance(visible, VisibleTokens)
+        and visible.keys == 9
+        and visible.mask is not None
+        and visible.mask.shape[-2:] == (9, 9)
     )
-    torch.manual_seed(0)
-    model: Any = holdfast.reroute(transformers.MixtralForCausalLM(config), router, strength=0.5).eval()
-    ids = torch.randint(3, 60, (1, 12), generator=torch.Generator().manual_seed(1))
-    changed = ids.clone()
-    changed[0, 2] = 61
-    with torch.no_grad(), holdfast.trace(model) as routes:
-        model(input_ids=ids, use_cache=False)
-        first = routes[0].gates
-    with torch.no_grad(), holdfast.trace(model) as routes:
-        model(input_ids=changed, use_cache=False)
-        second = routes[0].gates
-    moved = (first != second).any(-1)
-    assert moved[2] and moved[6:9].any()
-    assert not moved[:2].any() and not moved[9:].any()
-
-
-def test_attention_is_still_a_whole_record() -> None:
-    model = holdfast.reroute(tiny("mixtral"), "similarity[of=attention]").eval()
-    seen: list[Any] = []
-    router = next(module for module in model.modules() if isinstance(module, holdfast.Router))
-    router.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[1]))
-    model(input_ids=torch.randint(3, 60, (2, 9)))
-    assert isinstance(seen[0].attention, Attention) and seen[0].attention.key.shape[2] == 9
 
 
 def test_the_option_from_is_saved_and_loaded(tmp_path: Any) -> None:

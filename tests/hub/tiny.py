@@ -6,36 +6,26 @@ import family_models
 import torch
 import transformers
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 16,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "num_experts_per_tok": 2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+
+def sizes(*names: str) -> dict[str, Any]:
+    return {name: family_models.SMALL[name] for name in names}
+
+
+SMALL = {
+    **sizes("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings"),
+    **sizes("num_attention_heads", "num_key_value_heads", "num_experts_per_tok"),
+    **sizes("pad_token_id", "bos_token_id", "eos_token_id"),
 }
-DEEPSEEK = {"n_routed_experts": 8, "moe_intermediate_size": 16, "n_shared_experts": 1, "n_group": 2, "topk_group": 1}
+GROUPED = sizes("n_routed_experts", "moe_intermediate_size", "n_shared_experts", "n_group", "topk_group")
+GROUPED |= sizes("first_k_dense_replace")
+LATENT = sizes("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 EXTRA: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 8},
     "olmoe": {"num_experts": 8},
     "qwen2_moe": {"num_experts": 8, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
     "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 16, "head_dim": 8},
-    "deepseek_v3": {
-        **DEEPSEEK,
-        "q_lora_rank": 16,
-        "kv_lora_rank": 8,
-        "qk_rope_head_dim": 4,
-        "qk_nope_head_dim": 4,
-        "v_head_dim": 8,
-        "first_k_dense_replace": 1,
-        "num_key_value_heads": 4,
-    },
-    "glm4_moe": {**DEEPSEEK, "head_dim": 8, "first_k_dense_replace": 1},
+    "deepseek_v3": {**GROUPED, **LATENT, "num_key_value_heads": 4},
+    "glm4_moe": {**GROUPED, "head_dim": 8},
     "gpt_oss": {"num_local_experts": 8, "head_dim": 8},
     "phimoe": {"num_local_experts": 8},
     "granitemoe": {"num_local_experts": 8},
@@ -57,3 +47,10 @@ def tiny(model_type: str, seed: int = 0, **changes: Any) -> Any:
             if parameter.dim() > 1:
                 parameter.normal_(std=0.2)
     return model.eval()
+
+
+def with_checkpointing(model: Any, enabled: bool = True, *, reentrant: bool = False) -> Any:
+    """The model, with activation checkpointing if `enabled`."""
+    if enabled:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    return model

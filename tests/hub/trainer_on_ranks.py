@@ -14,9 +14,8 @@ from unittest import mock
 import torch
 from accelerate import PartialState  # type: ignore[import-untyped]
 from accelerate.utils import DistributedType  # type: ignore[import-untyped]
+from changed_models import changed as with_router
 from test_trainer import HALF, STEPS, assert_equal, contents, dataset, logits, trainer
-from tiny import tiny
-from tiny_dense import tiny_dense
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaForCausalLM, MixtralForCausalLM, Trainer  # noqa: F401  (once, before the processes part)
 
@@ -36,13 +35,11 @@ FSDP2 = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
 
 
 def changed(family: str, router: str, seed: int = 0) -> Any:
-    losses = holdfast.Losses(balance=0.1, z=0.1)
     # With this budget `smooth` has a row for every slot. Each process has its own rows, and a few tokens may need more.
     options: dict[str, Any] = {"budget": 3.0} if "smooth" in router else {}
-    if family == "mixtral":
-        return holdfast.reroute(tiny(family, seed), router, losses=losses, **options)
-    dense = tiny_dense(family, seed)
-    return holdfast.sparsify(dense, experts=8, router=router, losses=losses, noise=0.5, router_options=options)
+    losses = holdfast.Losses(balance=0.1, z=0.1, distillation=0.1)
+    # A teacher that does not depend on the seed: the model that resumes has another one.
+    return holdfast.set_teacher(with_router(family, router, seed, losses=losses, **options), torch.zeros_like)
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """Replay in TRL's trainers: every row of every micro-batch has the routes of its own completion."""
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,8 @@ from foreign_routes import random_routes
 from tiers import quick_or_slow
 from tiny import tiny
 from torch import Tensor
-from trained_by_others import SETTINGS, gradients_of, sentence, tokenizer
+from trained_by_others import SETTINGS, adapter, gradients_of, sentence, tokenizer
+from wording import assert_refused
 
 import holdfast
 from holdfast.replaying.routes import join_layers
@@ -99,12 +101,6 @@ def trainer_of(kind: Any, model: Any, folder: Path, rollout: Any = None, **optio
         **own,
         **({} if rollout is None else {"rollout_func": rollout}),
     )
-
-
-def adapter() -> Any:
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(4)
-    return peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -199,26 +195,17 @@ def test_the_policy_is_replayed_and_the_reference_is_live(adapted: bool, tmp_pat
 def test_checkpointing_does_not_change_the_gradients_of_replay(adapted: bool, tmp_path: Path) -> None:
     found = []
     for name, options in (("plain", {}), ("checkpointed", {"gradient_checkpointing": True}), ("live", {"replay": False})):
-        trainer = trainer_of(
-            GRPO,
-            native(),
-            tmp_path / name,
-            ForeignRollout(),
-            max_steps=1,
-            **options,
-            **({"peft_config": adapter()} if adapted else {}),
-        )
+        given = {"peft_config": adapter()} if adapted else {}
+        trainer = trainer_of(GRPO, native(), tmp_path / name, ForeignRollout(), max_steps=1, **options, **given)
         found.append(gradients_of(trainer, trainer.model))
     plain, checkpointed, live = found
     assert plain.keys() == checkpointed.keys() == live.keys() and plain
-    for name, gradient in plain.items():
-        torch.testing.assert_close(checkpointed[name], gradient, atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(checkpointed, plain, atol=1e-6, rtol=1e-4)
     assert any(not torch.allclose(live[name], gradient, atol=1e-5) for name, gradient in plain.items())
 
 
 def test_what_cannot_be_recorded_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="has no hooks that take routes"):
-        trainer_of(GRPO, tiny("mixtral"), tmp_path)
+    assert_refused("has no hooks that take routes", trainer_of, GRPO, tiny("mixtral"), tmp_path)
     usual = {"use_vllm": False, "tools": [], "rollout_func": None, "use_transformers_continuous_batching": False}
     _require_recordable(SimpleNamespace(**usual))
     _require_recordable(SimpleNamespace(**usual | {"use_vllm": True, "rollout_func": len}))
@@ -227,38 +214,26 @@ def test_what_cannot_be_recorded_is_refused(tmp_path: Path) -> None:
         ({"use_transformers_continuous_batching": True}, "continuous batching cannot be recorded: give a rollout_func"),
         ({"tools": [len], "rollout_func": len}, "turns of tools and environments are not recorded"),
     ):
-        with pytest.raises(ValueError, match=sentence_of_it):
-            _require_recordable(SimpleNamespace(**usual | changed))
+        assert_refused(sentence_of_it, _require_recordable, SimpleNamespace(**usual | changed))
 
 
 def test_rollouts_without_routes_or_with_those_of_another_model_are_refused(tmp_path: Path) -> None:
-    def without(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    def rollout(left_out: str, layers: int, prompts: list[str], trainer: Any) -> dict[str, Any]:
         found = ForeignRollout()(prompts, trainer)
-        del found["routed_experts"]
-        return found
+        found["routed_experts"] = [record[:, :layers] for record in found["routed_experts"]]
+        return {name: value for name, value in found.items() if name != left_out}
 
-    def other_layers(prompts: list[str], trainer: Any) -> dict[str, Any]:
-        found = ForeignRollout()(prompts, trainer)
-        return found | {"routed_experts": [record[:, :2] for record in found["routed_experts"]]}
-
-    def without_prompts(prompts: list[str], trainer: Any) -> dict[str, Any]:
-        found = ForeignRollout()(prompts, trainer)
-        del found["prompt_ids"]
-        return found
-
-    for rollout, match in (
-        (without, 'returned no "routed_experts"'),
-        (other_layers, "2 layers; this model has 3"),
-        (without_prompts, "must return keys"),
+    for left_out, layers, match in (
+        ("routed_experts", 3, 'returned no "routed_experts"'),
+        ("", 2, "2 layers; this model has 3"),
+        ("prompt_ids", 3, "must return keys"),
     ):
-        with pytest.raises(ValueError, match=match):
-            trainer_of(GRPO, native(), tmp_path, rollout).train()
+        assert_refused(match, trainer_of(GRPO, native(), tmp_path, partial(rollout, left_out, layers)).train)
 
 
 def test_a_batch_that_lost_its_routes_or_changed_its_shape_is_refused(tmp_path: Path) -> None:
     trainer = trainer_of(GRPO, native(), tmp_path, ForeignRollout())
-    with pytest.raises(ValueError, match="lost its"):
-        trainer._compute_loss(trainer.model, {})
+    assert_refused("lost its", trainer._compute_loss, trainer.model, {})
     ids = torch.ones(2, 5, dtype=torch.long)
     trainer._routes = torch.zeros(2, 4, LAYERS, 2, dtype=torch.int8)
     with pytest.raises(ValueError, match=r"shape \(2, 5\), but the rollout \(2, 4\)"):

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
 import torch
-import transformers
 import yaml
+from changed_models import words
 from tiny import tiny
 
 import holdfast
@@ -23,18 +22,12 @@ ROWS = [{"text": "w5 w9 w13", "end": "w7 w3"}, {"text": "w4 w8", "end": "w15"}, 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    vocabulary = {"[UNK]": 0, "[PAD]": 1, "</s>": 2, **{f"w{index}": index for index in range(3, 64)}}
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
-    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words, unk_token="[UNK]", pad_token="[PAD]", eos_token="</s>"
-    )
     model = holdfast.reroute(tiny("mixtral"), "symphony+smooth")
     with torch.no_grad():  # a graph that moves routes
         for name, value in model.named_buffers():
             if name.endswith(".graph"):
                 value.copy_(torch.softmax(torch.randn(8, 8, generator=torch.Generator().manual_seed(1)), -1))
-    return holdfast.save(model.eval(), tmp_path_factory.mktemp("lm_eval") / "out", tokenizer=tokenizer)
+    return holdfast.save(model.eval(), tmp_path_factory.mktemp("lm_eval") / "out", tokenizer=words())
 
 
 def task(folder: Path) -> dict[str, Any]:

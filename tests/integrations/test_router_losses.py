@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from ranks import on_ranks
 from test_losses_in_models import LOSSES, changed, gradients, quiet, rows, text
 from tiers import quick_or_slow
-from tiny import tiny
+from tiny import tiny, with_checkpointing
 from torch import Tensor
-from trained_by_others import losses_by_hand
+from trained_by_others import assert_near, losses_by_hand
+from wording import assert_refused
 
 import holdfast
 
@@ -49,11 +50,7 @@ def reference(family: str, router: str, batches: list[dict[str, Tensor]], scale:
 
 
 def assert_same(model: Any, expected: dict[str, Tensor], tolerance: float = 2e-6) -> None:
-    found = gradients(model)
-    assert found.keys() == expected.keys() != set()
-    for name, value in expected.items():
-        bound = tolerance * max(1.0, float(value.abs().max()))
-        assert (found[name] - value).abs().max() <= bound, name
+    assert_near(gradients(model), expected, tolerance)
 
 
 def inputs(batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -79,8 +76,7 @@ READERS: dict[str, Callable[[Any, dict[str, Tensor]], Tensor]] = {
 
 
 def with_router_loss(out: Any, batch: dict[str, Tensor]) -> Tensor:
-    loss: Tensor = cross_entropy(out, batch["labels"]) + out.router_loss
-    return loss
+    return cross_entropy(out, batch["labels"]) + out.router_loss
 
 
 def with_aux_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
@@ -151,8 +147,7 @@ def test_parts_of_different_sizes_count_by_their_labels(reader: str) -> None:
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize(("family", "router"), [("mixtral", "smoe"), ("llama", "symphony+smooth")])
 def test_activation_checkpointing_counts_the_losses_once(family: str, router: str, reader: str) -> None:
-    batch, model, other = text(), model_of(family, router), model_of(family, router)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    batch, model, other = text(), with_checkpointing(model_of(family, router)), model_of(family, router)
     holdfast.router_loss_scale(model, 1.0)
     READERS[reader](model, batch).backward()
     other(**batch).loss.backward()
@@ -164,8 +159,7 @@ def test_reentrant_checkpointing_keeps_the_losses_where_the_models_hooks_are_byp
     """There the losses hang on the weights alone, and the recomputation has those too."""
     batch, found = text(), []
     for reentrant in (True, False):
-        model = model_of("llama", "smoe")
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        model = with_checkpointing(model_of("llama", "smoe"), reentrant=reentrant)
         embedded = model.get_input_embeddings()(batch["input_ids"])
         out = model.forward(inputs_embeds=embedded, attention_mask=batch["attention_mask"])
         cross_entropy(out, batch["labels"]).backward()
@@ -215,12 +209,9 @@ def frozen_but_for_attention(model: Any) -> Any:
 def test_accumulation_of_unread_losses_is_refused_until_a_scale_is_stated(
     router: str, checkpointed: bool, change: Callable[[Any], Any], reader: str
 ) -> None:
-    batch, model = text(), change(model_of("mixtral", router))
-    if checkpointed:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    batch, model = text(), with_checkpointing(change(model_of("mixtral", router)), checkpointed)
     READERS[reader](model, batch).backward()
-    with pytest.raises(ValueError, match="router_loss_scale"):
-        READERS[reader](model, batch).backward()
+    assert_refused("router_loss_scale", lambda: READERS[reader](model, batch).backward())
     model.zero_grad()
     holdfast.router_loss_scale(model, 0.5)
     for _ in range(2):
@@ -261,8 +252,7 @@ def test_accumulation_with_accelerate_is_refused_before_the_first_backward() -> 
     try:
         with accelerator.accumulate(model):
             loss = READERS["logits alone"](model, batch)
-            with pytest.raises(ValueError, match="router_loss_scale"):
-                accelerator.backward(loss)
+            assert_refused("router_loss_scale", accelerator.backward, loss)
             accelerator.backward(READERS["outputs.loss"](model, batch))
     finally:
         accelerate.state.GradientState._reset_state()
@@ -285,10 +275,8 @@ def test_float16_without_a_stated_scale_is_refused_where_nothing_reads_the_loss(
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0])
 def test_a_scale_that_is_none_is_refused(bad: float) -> None:
-    with pytest.raises(ValueError, match="scale"):
-        holdfast.router_loss_scale(model_of("llama", "smoe"), bad)
-    with pytest.raises(ValueError, match="no model"):
-        holdfast.router_loss_scale(torch.nn.Linear(2, 2), 1.0)
+    assert_refused("scale", holdfast.router_loss_scale, model_of("llama", "smoe"), bad)
+    assert_refused("no model", holdfast.router_loss_scale, torch.nn.Linear(2, 2), 1.0)
 
 
 STATEFUL = ["symphony", "smooth", "ac", "attention", "remoe"]
@@ -309,8 +297,7 @@ def test_a_forward_without_gradients_teaches_nothing_unless_it_calibrates(router
     assert any(not torch.equal(value, before[name]) for name, value in calibrated.items())
     trained = model_of("llama", router)
     trained(**batch)
-    for name, value in trained.eval().named_buffers():
-        torch.testing.assert_close(value, calibrated[name])
+    torch.testing.assert_close(dict(trained.eval().named_buffers()), calibrated)
 
 
 @pytest.mark.parametrize(("family", "router"), [("mixtral", "smoe"), ("llama", "symphony"), ("deepseek_v3", "smooth")])
@@ -372,11 +359,7 @@ def test_two_processes_under_ddp_have_the_gradients_of_one(tmp_path: Path) -> No
         expected = backward(family, router, "outputs.loss", 0, 1)
         for way in WAYS:
             for rank in range(2):
-                ours = found[rank][f"{family} {router} {way}"]
-                assert ours.keys() == expected.keys()
-                for name, value in expected.items():
-                    bound = 2e-5 * max(1.0, float(value.abs().max()))
-                    assert (ours[name] - value).abs().max() <= bound, (way, name)
+                assert_near(found[rank][f"{family} {router} {way}"], expected, 2e-5)
 
 
 @pytest.mark.parametrize("accumulated", [1, 3])
@@ -415,10 +398,8 @@ def test_a_reference_forward_before_a_checkpointed_backward_changes_nothing(rout
     """DPO on adapters runs the same model without gradients in between."""
     batch, other = text(), text(seed=7)
     found = []
-    for checkpointed, between in ((False, False), (True, True)):
-        model = model_of("llama", router)
-        if checkpointed:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for between in (False, True):
+        model = with_checkpointing(model_of("llama", router), between)
         loss = model(**batch).loss
         if between:
             with torch.no_grad():
@@ -426,22 +407,17 @@ def test_a_reference_forward_before_a_checkpointed_backward_changes_nothing(rout
         loss.backward()
         found.append(model)
     assert_same(found[1], gradients(found[0]))
-    learned = dict(found[0].eval().named_buffers())
-    for name, value in found[1].eval().named_buffers():
-        torch.testing.assert_close(value, learned[name])
+    torch.testing.assert_close(*(dict(model.eval().named_buffers()) for model in found))
 
 
 @pytest.mark.parametrize("router", CHECKPOINTED)
 def test_two_checkpointed_forwards_before_one_backward_are_refused_where_they_would_be_wrong(router: str) -> None:
-    batch = text()
-    model = model_of("llama", router)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    batch, model = text(), with_checkpointing(model_of("llama", router))
     first = model(**batch).loss
     if router == "smoe":
         (first + model(**text(seed=7)).loss).backward()
         return
-    with pytest.raises(ValueError, match=r"forward.*backward"):
-        model(**text(seed=7))
+    assert_refused(r"forward.*backward", model, **text(seed=7))
     first.backward()
     model(**batch)  # whose outputs, and graph, are thrown away
     model(**batch).loss.backward()
@@ -467,8 +443,8 @@ def test_two_backwards_through_one_forward_count_the_losses_once_or_are_refused(
     for second in ("unread", "read"):
         out = model_of("llama", "smoe")(**batch)
         cross_entropy(out, batch["labels"]).backward(retain_graph=True)
-        with pytest.raises(ValueError, match="second backward"):
-            (out.loss if second == "read" else cross_entropy(out, batch["labels"])).backward()
+        loss = out.loss if second == "read" else cross_entropy(out, batch["labels"])
+        assert_refused("second backward", loss.backward)
 
 
 @pytest.mark.parametrize("labelled", [True, False])
@@ -515,20 +491,16 @@ def test_activation_checkpointing_recomputes_a_requested_balance_loss(router: st
     """TRL's defaults, on a model that was rerouted without losses; a forward without gradients, as of DPO, in between."""
     batch, found = text(), []
     for checkpointed in (False, True):
-        model = holdfast.reroute(tiny("mixtral"), router, layers=layers).train()
-        if checkpointed:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model = with_checkpointing(holdfast.reroute(tiny("mixtral"), router, layers=layers).train(), checkpointed)
         out = model(**batch, output_router_logits=True)
         with torch.no_grad():
             model(**inputs(batch))
         out.loss.backward()
         found.append(model)
     assert_same(found[1], gradients(found[0]))
-    model = holdfast.reroute(tiny("mixtral"), router, layers=layers).train()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    model = with_checkpointing(holdfast.reroute(tiny("mixtral"), router, layers=layers).train(), reentrant=True)
     model.enable_input_require_grads()
-    with pytest.raises(ValueError, match="reentrant"):
-        model(**batch, output_router_logits=True)
+    assert_refused("reentrant", model, **batch, output_router_logits=True)
 
 
 @pytest.mark.filterwarnings("ignore")

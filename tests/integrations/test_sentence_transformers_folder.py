@@ -3,9 +3,8 @@
 from pathlib import Path
 
 import pytest
-import tokenizers
 import torch
-import transformers
+from changed_models import words
 from tiny_dense import tiny_dense
 
 import holdfast
@@ -14,12 +13,7 @@ sentence_transformers = pytest.importorskip("sentence_transformers", reason="sen
 
 
 def test_a_saved_encoder_gives_its_own_sentence_vectors(tmp_path: Path) -> None:
-    vocabulary = {"[UNK]": 0, "[PAD]": 1, **{f"w{index}": index for index in range(2, 96)}}
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
-    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words, unk_token="[UNK]", pad_token="[PAD]", model_max_length=32
-    )
+    tokenizer = words()
     encoder = holdfast.sparsify(tiny_dense("bert").bert, experts=4, router="symphony+smooth", noise=0.3)
     folder = holdfast.save(encoder.eval(), tmp_path / "out", tokenizer=tokenizer)
     sentences = ["w5 w9 w13 w7", "w30 w31"]

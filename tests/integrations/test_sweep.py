@@ -22,9 +22,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from changed_models import IDS, logits
+from changed_models import IDS, logits, places
 from router_names import IN_TEXT_MODELS
-from tiny import tiny
+from tiny import tiny, with_checkpointing
 from torch import Tensor, nn
 
 import holdfast
@@ -59,9 +59,7 @@ def plain(router: str, folder: Path) -> None:
 def disk(router: str, folder: Path) -> None:
     pytest.importorskip("accelerate", reason="accelerate offloads")
     holdfast.save(made(router), folder / "saved")
-    places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
-    places |= {f"model.layers.{index}": "disk" for index in range(3)}
-    away = holdfast.load(folder / "saved", device_map=places, offload_folder=folder / "offload")
+    away = holdfast.load(folder / "saved", device_map=places("disk"), offload_folder=folder / "offload")
     assert any(parameter.is_meta for parameter in away.parameters())
     agree(away, made(router), 1e-5)
 
@@ -119,9 +117,7 @@ def lora(router: str, folder: Path, dora: bool = False) -> None:
 def checkpointing(router: str, folder: Path) -> None:
     results = []
     for checkpointed in (True, False):
-        model = made(router).train()
-        if checkpointed:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model = with_checkpointing(made(router).train(), checkpointed)
         loss = model(input_ids=IDS, labels=IDS).loss
         loss.backward()
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

@@ -31,6 +31,21 @@ def sentence(seed: int, length: int) -> str:
     return " ".join(WORDS[int(index)] for index in torch.randint(0, len(WORDS), (length,), generator=generator))
 
 
+def adapter() -> Any:
+    """The config of a LoRA of PEFT, and the seed by which its weights start."""
+    import peft
+
+    torch.manual_seed(4)
+    return peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+
+
+def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    """The same names, and values whose differences are a part of the largest value, or of 1 where that is less."""
+    assert found.keys() == expected.keys() != set()
+    for name, value in expected.items():
+        assert (found[name] - value).abs().max() <= tolerance * max(1.0, float(value.abs().max())), name
+
+
 def losses_by_hand(model: Any, losses: holdfast.Losses) -> list[Tensor]:
     """The list that each router's loss goes to from now on, with its graph; nothing is added to any gradient by itself."""
     seen: list[Tensor] = []

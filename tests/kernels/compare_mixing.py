@@ -12,7 +12,6 @@ from torch import Tensor
 
 from holdfast.kernels import token_mixing
 from holdfast.kernels.attention import triton as attention_triton
-from holdfast.kernels.float32_parts import PartTypes
 from holdfast.kernels.token_mixing import launch, naive, parts_for_backward
 from holdfast.kernels.token_mixing.blocks import SAMPLED_BLOCK as BLOCK
 from holdfast.kernels.token_mixing.blocks import sampled
@@ -110,12 +109,12 @@ def to(device: str, *tensors: Tensor | None) -> Any:
     return tuple(None if tensor is None else tensor.to(device) for tensor in tensors)
 
 
-def compare(case: Case, device: str, types: PartTypes) -> None:
+def compare(case: Case, device: str) -> None:
     with mock.patch.object(launch, "shared_memory", return_value=case.memory) if case.memory else nullcontext():
-        _compare(case, device, types)
+        _compare(case, device)
 
 
-def _compare(case: Case, device: str, types: PartTypes) -> None:
+def _compare(case: Case, device: str) -> None:
     torch.manual_seed(0)
     groups, scale, second_scale = GROUPS, case.scale, 0.2
 
@@ -163,14 +162,14 @@ def _compare(case: Case, device: str, types: PartTypes) -> None:
     second_rows = given.get("second query"), given.get("second key")
     rows = launch.Rows(given["query"], given["key"], given["value"], *second_rows)
 
-    def problem(wants: launch.WantedGradients, *, again: bool) -> Any:
-        parts = launch.split_operands(rows, allowed[0], wants, types=types)
+    def problem(wants: launch.WantedGradients, *, again: bool) -> launch.Problem:
+        parts = launch.split_operands(rows, allowed[0], wants)
         parts = parts_for_backward(parts) if again else parts
-        return (rows, given.get("bias"), *allowed, parts, case.causal, scale, second_scale)
+        return launch.Problem._make((rows, given.get("bias"), *allowed, parts, case.causal, scale, second_scale))
 
     everything = launch.WantedGradients(True, True, True, case.coarse)
     values_only = launch.WantedGradients(False, False, True)
-    out, log_total = launch.mix(*problem(everything, again=False), types=types)
+    out, log_total = launch.mix(problem(everything, again=False))
     close(out, expected, 2e-6, "output")
     close(log_total.cpu()[~nothing], totals[~nothing], 1e-5, "total")
     assert (out.cpu()[nothing] == 0).all() and (log_total.cpu()[nothing] == -torch.inf).all()
@@ -178,8 +177,8 @@ def _compare(case: Case, device: str, types: PartTypes) -> None:
     (total,) = to(device, grad_total)
     with uninitialised_memory_is_nan():
         whole = problem(everything, again=True)
-        backward = launch.mix_backward(*done, *whole, wants=everything, grad_total=total, types=types)
-    again = launch.mix_backward(*done, *problem(values_only, again=True), wants=values_only, types=types)
+        backward = launch.mix_backward(*done, whole, everything, total)
+    again = launch.mix_backward(*done, problem(values_only, again=True), values_only)
     assert again[2] is not None
     close(again[2], gradients["value"], 1e-4, "gradient of values alone")
     assert all(found is None for index, found in enumerate(again) if index != 2)
@@ -195,7 +194,7 @@ def _compare(case: Case, device: str, types: PartTypes) -> None:
             close(got, gradients[name], within, "coarse gradient" if coarse else f"{got.dtype} gradient")
 
 
-def compare_softmax_mix(device: str, types: PartTypes, compiled: bool) -> None:
+def compare_softmax_mix(device: str, compiled: bool) -> None:
     """Compare `softmax_mix` itself for vectors whose parts are not kept for the backward."""
     torch.manual_seed(0)
     query, value = torch.randn(2, 70, 300), torch.softmax(torch.randn(2, 70, 6), -1)
@@ -208,7 +207,7 @@ def compare_softmax_mix(device: str, types: PartTypes, compiled: bool) -> None:
             patches.enter_context(mock.patch.object(token_mixing, "_has_kernel", launch.supports))
             patches.enter_context(mock.patch.object(token_mixing, "on_device_of", return_value=nullcontext()))
         launches = [
-            patches.enter_context(mock.patch.object(launch, name, side_effect=partial(getattr(launch, name), types=types)))
+            patches.enter_context(mock.patch.object(launch, name, side_effect=getattr(launch, name)))
             for name in ("split_operands", "mix", "mix_backward")
         ]
         run: Any = torch.compile(token_mixing.softmax_mix, backend="aot_eager") if compiled else token_mixing.softmax_mix
@@ -223,7 +222,7 @@ def compare_softmax_mix(device: str, types: PartTypes, compiled: bool) -> None:
         close(got, exact, 1e-4, "gradient")
 
 
-def compare_entropy(heads: int, key_heads: int, case: Case, device: str, types: PartTypes) -> None:
+def compare_entropy(heads: int, key_heads: int, case: Case, device: str) -> None:
     torch.manual_seed(0)
     query = torch.randn(2, case.queries, heads, case.width).to(case.dtype).transpose(1, 2)
     key = torch.randn(2, key_heads, case.keys, case.width).to(case.dtype)
@@ -236,11 +235,11 @@ def compare_entropy(heads: int, key_heads: int, case: Case, device: str, types: 
     )
     expected = torch.special.entr(weights).sum(-1).unflatten(0, (2, heads))
     there: tuple[Any, Any, Any, Any] = to(device, query, key, real, mask)
-    got = attention_triton.entropy(*there, case.causal, 0.7, types=types)
+    got = attention_triton.entropy(*there, case.causal, 0.7)
     close(got, expected, 5e-5, f"{case.dtype} entropy")
     assert (got.cpu()[weights.sum(-1).unflatten(0, (2, heads)) == 0] == 0).all()
     for step in (2, 3) if case.queries > 2 * BLOCK else ():
-        some = attention_triton.entropy(*there, case.causal, 0.7, step, types=types)
+        some = attention_triton.entropy(*there, case.causal, 0.7, step)
         close(some, torch.cat([expected[:, :, rows] for rows in sampled(case.queries, step)], 2), 5e-5, "some entropies")
 
 
@@ -268,17 +267,15 @@ def compare_norms(device: str, dtype: torch.dtype) -> None:
 def comparisons(device: str) -> dict[str, Callable[[], None]]:
     """Return what to compare on a device, by name."""
     found: dict[str, Callable[[], None]] = {"heads": partial(compare_heads, device)}
-    # Triton's interpreter has no bfloat16 product, so there numbers are taken apart into float16.
-    types = PartTypes() if device == "cuda" else PartTypes(bf16=torch.float16)
     narrow = [torch.bfloat16, torch.float16] if device == "cuda" else [torch.float16]
 
     def mixing(name: str, case: Case) -> None:
         assert f"mix: {name}" not in found
-        found[f"mix: {name}"] = partial(compare, case, device, types)
+        found[f"mix: {name}"] = partial(compare, case, device)
 
     def entropy(name: str, heads: int, key_heads: int, case: Case) -> None:
         assert f"entropy: {name}" not in found
-        found[f"entropy: {name}"] = partial(compare_entropy, heads, key_heads, case, device, types)
+        found[f"entropy: {name}"] = partial(compare_entropy, heads, key_heads, case, device)
 
     for case in CASES:
         mixing(case.name, case)
@@ -292,7 +289,7 @@ def comparisons(device: str) -> dict[str, Callable[[], None]]:
         mixing(f"chunks, {kind}", replace(WIDE, width=320, dtype=kind))
     for compiled in (False, True):
         name = f"softmax_mix, wide vectors{', compiled' if compiled else ''}"
-        found[name] = partial(compare_softmax_mix, device, types, compiled)
+        found[name] = partial(compare_softmax_mix, device, compiled)
     entropy("long", 2, 1, Case("long", 270, 290, 16, causal=True, padded=True, mask="added"))
     mixing("coarse", Case("coarse", coarse=True))
     mixing("coarse and shared", Case("coarse and shared", shared=True, coarse=True, padded=True))

@@ -24,9 +24,8 @@ def test_heads_and_their_gradients_are_those_of_indexing(head: int, device: str)
     for got_head, expected_head, rows in zip(got, expected, (own, shared), strict=True):
         assert torch.equal(got_head, expected_head)
         grad = torch.randn_like(got_head)
-        assert torch.equal(
-            *(torch.autograd.grad(out, rows, grad, retain_graph=True)[0] for out in (got_head, expected_head))
-        )
+        grads = [torch.autograd.grad(out, rows, grad, retain_graph=True)[0] for out in (got_head, expected_head)]
+        assert torch.equal(*grads)
 
 
 @pytest.mark.parametrize("biased", [True, False], ids=["bias", "no bias"])

@@ -55,8 +55,7 @@ def compare() -> Iterator[Callable[[str], str | None]]:
             print(name, file=questions, flush=True)
             answer = answers.readline()
             assert answer, f"the process ended with code {process.wait()}"
-            found: str | None = json.loads(answer)
-            return found
+            return json.loads(answer)
 
         yield ask
         questions.close()

@@ -20,17 +20,14 @@ ALWAYS = {**SORTED, **PRODUCTS, **ROUTED, **dict.fromkeys(("weights", "bias", "d
 NUMBERS: tuple[str, ...] = ("size", "rows", "experts", "k", "tokens", "width", "blocks", "most", "slots", "inner", "height")
 NUMBERS += ("stride_expert", "stride_inner", "stride_width")
 TILES = {"TILE": 64, "DEPTH": 32}
+GATES, ROWS = dict.fromkeys(("grad", "gates", "out"), F32), dict.fromkeys(("grad", "rows", "out"), B16)
 MOVED = {"K": 2, "SLOTS": 2, "FEW": True, "BLOCK": 128}
 
 # The kernel, the types of its tensors beyond ALWAYS, and its constants.
 KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
     "balance": (balance_triton._loss, {"loss": F32}, {"R": 64, "E": 16}),
     "sums of balance": (balance_triton._sums, {"gates": F32}, {"K": 2, "MASKED": True, "T": 16, "E": 16}),
-    "gradient of balance": (
-        balance_triton._gradient,
-        dict.fromkeys(("grad", "gates", "out"), F32),
-        {"MASKED": True, "T": 16, "E": 16},
-    ),
+    "gradient of balance": (balance_triton._gradient, GATES, {"MASKED": True, "T": 16, "E": 16}),
     "finite": (finite_triton._check, {}, {"MASKED": True, "LETTERS": 128, "BLOCK": 1024}),
     "count": (grouped_triton._count, {}, {"BINS": 16, "BLOCK": 64}),
     "add up": (grouped_triton._add_up, {}, {"SPAN": 64}),
@@ -42,16 +39,8 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
     "add bias": (grouped_triton._add_bias, {"rows": B16}, {"BINS": 16, "BLOCK": 128}),
     "add bias dots": (grouped_triton._add_bias_dots, {"grad": B16}, {"BINS": 16, "BLOCK": 128}),
     "glu": (grouped_triton._glu, {"out": B16}, {"NAME": "silu", "BLOCK": 128}),
-    "backward of rows": (
-        grouped_triton._rows_backward,
-        dict.fromkeys(("grad", "rows", "out"), B16),
-        {"NAME": "", "BLOCK": 128},
-    ),
-    "backward of glu": (
-        grouped_triton._rows_backward,
-        dict.fromkeys(("grad", "rows", "out"), B16),
-        {"NAME": "silu", "BLOCK": 128},
-    ),
+    "backward of rows": (grouped_triton._rows_backward, ROWS, {"NAME": "", "BLOCK": 128}),
+    "backward of glu": (grouped_triton._rows_backward, ROWS, {"NAME": "silu", "BLOCK": 128}),
     "product": (grouped_triton._mm, {"rows": B16, "out": B16}, TILES),
     "outer product": (grouped_triton._outer, {"out": B16}, TILES),
 }

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from wording import assert_refused
 
 from holdfast.kernels import finite
 from holdfast.kernels.finite import encode_name, require_finite, require_finite_so_far
@@ -25,11 +26,9 @@ def test_a_cpu_reports_at_once_and_does_not_look_at_padding(bad: float) -> None:
     scores = torch.randn(2, 5, 3)
     scores[1, 4, 2] = bad
     tokens, layer = torch.randn(2, 5, 4), encode_name("layers.3")
-    with pytest.raises(ValueError, match=r"layers\.3: .*although its tokens are finite"):
-        require_finite(scores, tokens, layer, None)
+    assert_refused(r"layers\.3: .*although its tokens are finite", require_finite, scores, tokens, layer, None)
     tokens[1, 4] = bad
-    with pytest.raises(ValueError, match=r"because 1 of 10 tokens"):
-        require_finite(scores, tokens, layer, None)
+    assert_refused(r"because 1 of 10 tokens", require_finite, scores, tokens, layer, None)
     real = torch.ones(2, 5, dtype=torch.bool)
     real[1, 4] = False
     assert require_finite(scores, tokens, layer, real) is scores
@@ -45,8 +44,7 @@ def test_a_gpu_reports_at_one_of_the_next_checks_and_not_before(bad: float) -> N
     for each in (good, scores):
         assert require_finite(each, good, layer, None) is each
     torch.cuda.synchronize()
-    with pytest.raises(ValueError, match=r"layers\.3: .*NaN"):
-        require_finite(good, good, later, None)
+    assert_refused(r"layers\.3: .*NaN", require_finite, good, good, later, None)
     real = torch.ones(2, 300, dtype=torch.bool, device="cuda")
     real[1, 299] = False
     for _ in range(2):  # values of padding are not checked
@@ -78,8 +76,7 @@ def test_a_nan_in_a_replay_is_reported_with_the_first_layer(has_triton: bool, mo
     scores[1, 3, 2] = -2.0
     graph.replay()
     torch.cuda.synchronize()
-    with pytest.raises(ValueError, match=r"layers\.1: .*NaN"):
-        optimizer.step()
+    assert_refused(r"layers\.1: .*NaN", optimizer.step)
     scores.zero_()
     graph.replay()
     torch.cuda.synchronize()

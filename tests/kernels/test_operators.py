@@ -43,7 +43,7 @@ CALLS: dict[str, list[Any]] = {
     "gather_mm": [f32(T, D), f32(E, 16, D), *PLAN],
     "gather_mm_backward": [f32(T * K, 16), f32(T, D), f32(E, 16, D), *PLAN, [True, True, False]],
     "group_by_cluster": [((T,), I64), None, E],
-    "limit_experts": [f32(T, E), ((T, E), I64), ((T, E), BOOL), ((T,), BOOL), 1.0, 0, False, False],
+    "limit_experts": [f32(T, E), ((T, E), I64), ((T, E), BOOL), ((T,), BOOL), [1.0], 0, False, False],
     "matmul_float32": [f32(T, D), f32(D, E)],
     "midpoint_of_bytes": [f32(), ((256,), I32)],
     "mix_parts": [*ROWS, None, None, None, False, [True, True, True]],

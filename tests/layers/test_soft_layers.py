@@ -7,6 +7,7 @@ import pytest
 import soft_references
 import torch
 from torch import Tensor
+from wording import assert_refused
 
 import holdfast
 from holdfast import Context, Experts, Routing
@@ -82,8 +83,7 @@ def test_layers_equal_loops_in_outputs_and_all_gradients(router: str, kind: str,
         results.append((out.float(), dict(zip(names, grads, strict=True))))
     (got, got_grads), (expected, expected_grads) = results
     torch.testing.assert_close(got[keep], expected[keep], rtol=1e-4, atol=1e-5)
-    for name, grad in got_grads.items():
-        torch.testing.assert_close(grad, expected_grads[name], rtol=1e-3, atol=2e-5, msg=f"the gradient of {name} differs")
+    torch.testing.assert_close(got_grads, expected_grads, rtol=1e-3, atol=2e-5)
 
 
 def test_softmoe_with_any_scale_and_one_expert_gives_all_tokens_the_output_of_one_weighted_mean() -> None:
@@ -107,14 +107,6 @@ def test_smear_with_equal_experts_is_the_dense_expert() -> None:
 
 
 @pytest.mark.parametrize("router", ROUTERS)
-def test_the_record_has_all_experts_sorted_by_weight(router: str) -> None:
-    routing = build(ROUTERS[router])(draw(), context_for(draw()))[1]
-    assert routing.experts.shape == (21, EXPERTS) and bool(routing.chosen.all())
-    assert bool((routing.weights.diff(dim=1) <= 0).all())
-    torch.testing.assert_close(routing.weights, routing.gates.sort(descending=True).values)
-
-
-@pytest.mark.parametrize("router", ROUTERS)
 def test_a_sequence_without_a_real_token_disturbs_nothing(router: str) -> None:
     layer = build(ROUTERS[router], bias=True)
     real = padding()
@@ -131,37 +123,10 @@ def test_a_sequence_without_a_real_token_disturbs_nothing(router: str) -> None:
     assert x.grad is not None and bool((x.grad[1] == 0).all()) and bool(x.grad.isfinite().all())
 
 
-@pytest.mark.parametrize("value", [100.0, torch.nan, torch.inf])
-@pytest.mark.parametrize("router", ROUTERS)
-def test_padding_changes_no_output_and_no_gradient(router: str, value: float) -> None:
-    layer, real = build(ROUTERS[router], bias=True), padding()
-    results = []
-    for filler in (0.0, value):
-        x = draw().where(real.unsqueeze(-1), filler).requires_grad_()
-        layer.zero_grad()
-        out = layer(x, context_for(draw(), real))[0]
-        out[real].square().sum().backward()
-        assert x.grad is not None
-        results.append([out[real], x.grad[real], *(p.grad.clone() for p in layer.parameters() if p.grad is not None)])
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other)
-
-
-@pytest.mark.parametrize("router", ROUTERS)
-def test_other_sequences_change_nothing_and_later_tokens_change_everything(router: str) -> None:
-    layer, x = build(ROUTERS[router]), draw()
-    torch.testing.assert_close(layer(x, context_for(x))[0][:1], layer(x[:1], context_for(x[:1]))[0])
-    changed = x.clone()
-    changed[:, -1] = draw(3)[:, -1]
-    moved = (layer(changed, context_for(changed))[0] - layer(x, context_for(x))[0])[:, 0].abs().amax(-1)
-    assert bool((moved > 1e-6).all())
-
-
 @pytest.mark.parametrize("name", ["softmoe", "smear"])
 def test_a_causal_context_is_refused_unless_it_is_asked_for(name: str) -> None:
     layer = build(name)
-    with pytest.raises(ValueError, match="causal=False"):
-        layer(draw(), Context(causal=True))
+    assert_refused("causal=False", layer, draw(), Context(causal=True))
     build(f"{name}[causal=false]")(draw(), Context(causal=True))
 
 
@@ -187,8 +152,7 @@ def test_a_router_of_another_kind_of_layer_is_refused_by_name() -> None:
     ],
 )
 def test_what_cannot_be_combined_is_refused(name: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        holdfast.create_router(name, dim=DIM, experts=EXPERTS)
+    assert_refused(message, holdfast.create_router, name, dim=DIM, experts=EXPERTS)
 
 
 @pytest.mark.parametrize("k", [None, 1, 5])
@@ -256,8 +220,7 @@ def test_a_compiled_layer_is_one_graph_with_the_same_output_and_gradients(router
         x = draw().requires_grad_()
         out = run(x)[0]
         results.append((out, torch.autograd.grad(out.square().sum(), x)[0]))
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(*results)
 
 
 def test_the_mean_of_gates_reads_gates_that_tokens_inform() -> None:

@@ -41,6 +41,12 @@ def padded(routing: Routing, seed: int = 0) -> tuple[Routing, Tensor]:
     return strewn, real.view(2, tokens)
 
 
+def updated(metric: Any, *given: Any) -> Any:
+    """Return the metric after one update with these arguments."""
+    metric.update(*given)
+    return metric
+
+
 def sets(routing: Routing) -> list[set[int]]:
     experts = routing.gates.shape[1]
     return [{e for e in row if e < experts} for row in routing.experts.tolist()]

@@ -4,8 +4,9 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
-from metrics.routings import random_routing
+from metrics.routings import random_routing, updated
 from torch import Tensor
+from wording import assert_refused
 
 import holdfast
 from holdfast.metrics import Boundary, NearTies, boundary_of, levels_of
@@ -38,8 +39,7 @@ def check(metric: NearTies, levels: Tensor, counts: list[int]) -> None:
 def test_near_ties_equal_a_loop_over_tokens(ragged: bool) -> None:
     """Each token at its own number of experts, where they differ."""
     routing = random_routing(ragged=ragged)
-    metric = NearTies(WIDTHS)
-    metric.update(routing)
+    metric = updated(NearTies(WIDTHS), routing)
     check(metric, routing.logits, routing.used.sum(-1).tolist())
     assert metric.result().explained == 1
 
@@ -48,8 +48,7 @@ def test_near_ties_equal_a_loop_over_tokens(ragged: bool) -> None:
 def test_exact_ties_are_near_and_a_gap_of_just_the_width_is_not(rows: list[list[int]], k: int) -> None:
     logits = torch.tensor(rows).float()
     order = logits.argsort(dim=-1, descending=True, stable=True)[:, :k]
-    metric = NearTies((1.0,))
-    metric.update(Routing(logits, logits.softmax(-1), order, torch.ones_like(order).float()))
+    metric = updated(NearTies((1.0,)), Routing(logits, logits.softmax(-1), order, torch.ones_like(order).float()))
     expected = naive([list(map(float, row)) for row in rows], [k] * len(rows), 1.0)
     strip = metric.result().strips[0]
     assert (strip.share, strip.experts) == pytest.approx(expected)
@@ -60,8 +59,7 @@ def test_smooth_top_k_has_the_near_ties_of_its_core_not_of_its_strip() -> None:
     smooth = holdfast.create_router("smooth", dim=16, experts=8, k=2, eps=0.3).eval()
     routing = smooth(torch.randn(200, 16))
     assert routing.used.sum(-1).max() > 2
-    metric = NearTies((0.05, 0.3), boundary_of(smooth))
-    metric.update(routing)
+    metric = updated(NearTies((0.05, 0.3), boundary_of(smooth)), routing)
     check(metric, routing.logits, [2] * 200)
     extra = float(routing.used.sum(-1).double().mean()) - 2
     assert metric.result().strips[1].experts == pytest.approx(extra)
@@ -80,12 +78,10 @@ def informed_router() -> Router:
 def test_after_an_informer_experts_are_compared_in_log_gates(known: bool) -> None:
     router = informed_router()
     routing = router(torch.randn(200, 16))
-    metric = NearTies(WIDTHS, boundary_of(router) if known else None)
-    metric.update(routing)
+    metric = updated(NearTies(WIDTHS, boundary_of(router) if known else None), routing)
     check(metric, routing.gates.log(), [2] * 200)
     assert metric.result().explained == 1
-    wrong = NearTies(WIDTHS, Boundary(levels=lambda record: record.logits))
-    wrong.update(routing)
+    wrong = updated(NearTies(WIDTHS, Boundary(levels=lambda record: record.logits)), routing)
     assert wrong.result().explained < 0.9  # and the metric says that logits do not explain these choices
 
 
@@ -96,8 +92,7 @@ def test_without_an_informer_experts_are_compared_in_logits_also_where_gates_und
     tokens = torch.randn(200, 16)
     routing = router(tokens if name == "xmoe" else tokens * 40)
     for boundary in (None, boundary_of(router)):
-        metric = NearTies(WIDTHS, boundary)
-        metric.update(routing)
+        metric = updated(NearTies(WIDTHS, boundary), routing)
         check(metric, routing.logits, routing.used.sum(-1).tolist())
 
 
@@ -145,17 +140,14 @@ def test_a_layer_that_uses_no_expert_or_all_of_them_is_far_from_any_tie() -> Non
     silent, full = random_routing(slots=2), random_routing(slots=7)
     silent.experts[:], silent.weights[:] = 7, 0
     for routing in (silent, full):
-        metric = NearTies((100.0,))
-        metric.update(routing)
+        metric = updated(NearTies((100.0,)), routing)
         strip = metric.result().strips[0]
         assert (strip.share, strip.experts) == (0, 0)
 
 
 def test_impossible_settings_are_one_clear_sentence() -> None:
-    with pytest.raises(ValueError, match="positive"):
-        NearTies((0.1, 0.0))
-    with pytest.raises(ValueError, match=r"\bk\b.* 0"):
-        NearTies(boundary=Boundary(k=0))
+    assert_refused("positive", NearTies, (0.1, 0.0))
+    assert_refused(r"\bk\b.* 0", NearTies, boundary=Boundary(k=0))
     assert (
         boundary_of(holdfast.routing.create_router("top-p", dim=4, experts=3)) == Boundary()
     )  # in training, it declares no core

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from metrics.routings import random_routing, rows
+from metrics.routings import random_routing, rows, updated
 from torch import Tensor, nn
 
 import holdfast
@@ -130,8 +130,7 @@ def test_the_last_layer_of_a_forward_and_the_first_of_the_next_are_no_neighbours
     for _ in range(2):
         report.each(0, one, None)
         report.each(1, other, None)
-    expected = metrics.LayerInstability()
-    expected.update(one, other)
+    expected = updated(metrics.LayerInstability(), one, other)
     expected.update(one, other)
     assert [layer["instability"] for layer in report.result()["layers"]] == [None, expected.result()]
 
@@ -139,6 +138,5 @@ def test_the_last_layer_of_a_forward_and_the_first_of_the_next_are_no_neighbours
 def test_boundaries_reach_the_layers() -> None:
     routing = random_routing(slots=3)
     result = collected(routing, routing, boundaries={1: metrics.Boundary(k=1)}).result()
-    one = metrics.NearTies(boundary=metrics.Boundary(k=1))
-    one.update(routing)
+    one = updated(metrics.NearTies(boundary=metrics.Boundary(k=1)), routing)
     assert result["layers"][1]["near_ties"] == asdict(one.result()) != result["layers"][0]["near_ties"]

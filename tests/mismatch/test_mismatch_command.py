@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 from auditing.audited_models import texts, tokenizer
+from commands import Command
 from tiny import tiny
+from wording import mentions
 
 import holdfast
 from holdfast.cli.mismatch import print_mismatch
@@ -29,29 +31,25 @@ def measured(folder: Path, text: Path, tmp_path_factory: pytest.TempPathFactory)
 
 
 def test_four_remedies_are_measured_and_the_page_is_rendered_again(
-    folder: Path, text: Path, measured: Path, tmp_path: Path, capsys: Any
+    folder: Path, text: Path, measured: Path, tmp_path: Path, command: Command
 ) -> None:
     report: Any = MismatchReport.load(measured / "mismatch.json")
     assert [row.remedy for row in report.rows] == ["live", "replay", "smooth", "float32"]
     assert report.model.name == str(folder) and report.data.tokens >= 96 and report.data.source
     page = (measured / "mismatch.html").read_text(encoding="utf-8")
-    given = ["mismatch", str(folder), "--text", str(text), *QUICK, "--out", str(measured)]
-    assert main(given) == 2 and "--force" in capsys.readouterr().err
-    for name in ("mismatch.html", "rollout.safetensors"):  # each of them alone is not overwritten either
+    for name in ("mismatch.json", "mismatch.html", "rollout.safetensors"):  # none of them is overwritten
         (tmp_path / name).write_bytes((measured / name).read_bytes())
-        assert main([*given[:-1], str(tmp_path)]) == 2 and name in capsys.readouterr().err
+        assert mentions(command.refused("mismatch", folder, "--text", text, *QUICK, "--out", tmp_path), name, "--force")
         (tmp_path / name).unlink()
-    assert main(["report", str(measured), "--out", str(tmp_path / "again.html")]) == 0
+    command.printed("report", measured, "--out", tmp_path / "again.html")
     assert (tmp_path / "again.html").read_text(encoding="utf-8") == page
-    assert main(["report", str(measured / "mismatch.json")]) == 2 and "--force" in capsys.readouterr().err
 
 
-def test_the_table_has_every_remedy_with_intervals(folder: Path, text: Path, capsys: Any) -> None:
-    assert main(["mismatch", str(folder), "--text", str(text), *QUICK, "--router", "smooth[budget=0.25]"]) == 0
-    shown = capsys.readouterr().out
+def test_the_table_has_every_remedy_with_intervals(folder: Path, text: Path, command: Command) -> None:
+    shown = command.printed("mismatch", folder, "--text", text, *QUICK, "--router", "smooth[budget=0.25]")
     for part in ("live", "replay", "smooth[budget=0.25]", "float32", "99.9%", "outside", "by layer", "intervals"):
         assert part in shown, part
-    assert "All numbers" not in shown and "batches of 1" in " ".join(shown.split())  # a narrow terminal breaks lines
+    assert "All numbers" not in shown and "batches of 1" in " ".join(shown.split())  # lines break
 
 
 def test_the_terminal_has_the_numbers_and_sentences_of_the_page(
@@ -64,7 +62,9 @@ def test_the_terminal_has_the_numbers_and_sentences_of_the_page(
     shown = capsys.readouterr().out
     page = (measured / "mismatch.html").read_text(encoding="utf-8")
     (verdict,) = re.findall(r'<p id="verdict">(.*?)</p>', page, flags=re.DOTALL)
-    assert verdict in shown and "% of the tokens have a ratio of probabilities outside 0.8 to 1.2" in verdict
+    (summary,) = re.findall(r'<p class="summary">(.*?)</p>', page, flags=re.DOTALL)
+    assert f"{summary} {verdict}" in shown
+    assert "% of the tokens have a ratio of probabilities outside 0.8 to 1.2" in summary
     lines = [line.split() for line in shown.splitlines()]
     assert ["remedy", "live", "replay", "smooth", "float32"] in lines
     assert ["loss", *(f"{row.loss:.4g}" for row in report.rows)] in lines
@@ -80,16 +80,14 @@ def test_the_terminal_has_the_numbers_and_sentences_of_the_page(
 
 
 def test_a_rollout_from_a_file_is_compared_and_not_overwritten(
-    folder: Path, measured: Path, tmp_path: Path, capsys: Any
+    folder: Path, measured: Path, tmp_path: Path, command: Command
 ) -> None:
     """The rollout of one machine is read on another one: here, in the other direction of dtypes."""
     kept = tmp_path / "rollout.safetensors"
     kept.write_bytes((measured / "rollout.safetensors").read_bytes())
     before = kept.read_bytes()
-    given = ["mismatch", str(folder), str(kept), "--draws", "100", "--dtype", "bfloat16", "--out", str(tmp_path)]
-    assert main([*given, "--no-simulate"]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    words = " ".join(shown.split())  # a long title is wrapped
+    given = ["mismatch", folder, kept, "--draws", "100", "--dtype", "bfloat16", "--out", tmp_path]
+    words = " ".join(command.printed(*given, "--no-simulate").split())  # a long title is wrapped
     assert "Recorded rollout: Holdfast, bfloat16, batches of 1, whole sequences" in words and "smooth" not in words
     report: Any = MismatchReport.load(tmp_path / "mismatch.json")
     assert [(row.remedy, row.rollout) for row in report.rows] == [("live", "recorded"), ("replay", "recorded")]
@@ -101,7 +99,7 @@ def test_a_rollout_from_a_file_is_compared_and_not_overwritten(
 
 
 @pytest.mark.slow
-def test_routes_without_token_ids_are_placed_on_the_lines_of_a_text(folder: Path, tmp_path: Path, capsys: Any) -> None:
+def test_routes_without_token_ids_are_placed_on_the_lines_of_a_text(folder: Path, tmp_path: Path, command: Command) -> None:
     model, lines = tiny("mixtral"), [*texts(3), "the cat sat"]
     batch = tokenizer()(lines, return_tensors="pt", padding=True, padding_side="right")
     with holdfast.trace(model) as traced, torch.no_grad():
@@ -109,36 +107,30 @@ def test_routes_without_token_ids_are_placed_on_the_lines_of_a_text(folder: Path
     holdfast.Routes.from_trace(traced, model).save(tmp_path / "routes.safetensors")
     text = tmp_path / "lines.txt"
     text.write_text("\n\n".join(lines) + "\n")
-    given = ["mismatch", str(folder), str(tmp_path / "routes.safetensors"), "--no-simulate", "--draws", "100"]
-    assert main([*given, "--text", str(text), "--out", str(tmp_path / "out")]) == 0
-    assert "no log-probabilities" in capsys.readouterr().out
+    given = ["mismatch", folder, tmp_path / "routes.safetensors", "--no-simulate", "--draws", "100"]
+    assert "no log-probabilities" in command.printed(*given, "--text", text, "--out", tmp_path / "out")
     report: Any = MismatchReport.load(tmp_path / "out" / "mismatch.json")
     for row in report.rows:  # both sides are float32
         assert row.sets.routers_differ.value == 0 and row.sets.tokens == int(batch["attention_mask"].sum())
 
-    def refused(says: str, content: str | None, *options: str) -> None:
-        if content is not None:
-            text.write_text(content)
-        assert main([*given, *options]) == 2
-        error = capsys.readouterr().err
-        assert says in error and error.count("\n") == 1
-
-    refused("name their text with --text", None)
-    refused("of 4 sequences, but the text has 3 lines", "\n".join(lines[:3]), "--text", str(text))
-    refused("line 4 of the text has 5 tokens", "\n".join([*lines[:3], "the cat sat on mat"]), "--text", str(text))
-    refused("has no text", " \n", "--text", str(text))
-    refused("does not exist", None, "--text", str(tmp_path / "nowhere.txt"))
+    assert "name their text with --text" in command.refused(*given)
+    assert "does not exist" in command.refused(*given, "--text", tmp_path / "nowhere.txt")
+    for content, says in (
+        (lines[:3], "of 4 sequences, but the text has 3 lines"),
+        ([*lines[:3], "the cat sat on mat"], "line 4 of the text has 5 tokens"),
+        ([" ", ""], "has no text"),
+    ):
+        text.write_text("\n".join(content))
+        assert says in command.refused(*given, "--text", text)
 
 
 def test_the_bar_is_full_at_the_end(folder: Path, measured: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from holdfast.cli import mismatch as command
-
     seen: list[tuple[float, float]] = []
 
     def bar(total: float, *, leave: bool) -> Any:
         return nullcontext(lambda done, what: seen.append((done, total)))
 
-    monkeypatch.setattr(command, "bar", bar)
+    monkeypatch.setattr("holdfast.progress.bar", bar)
     rollout = str(measured / "rollout.safetensors")
     for options in ([], ["--no-simulate"]):
         seen.clear()
@@ -149,70 +141,49 @@ def test_the_bar_is_full_at_the_end(folder: Path, measured: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--rollout-batch", "0"], "rollout_batch is 0"),
         (["--clip", "1.2", "0.8"], "clip is 1.2 to 0.8"),
-        (["--router", "smoth"], "smooth"),
-        (["--draws", "5"], "draws is 5"),
         (["--no-simulate"], "--no-simulate needs the rollout of another engine"),
         (["nowhere.safetensors"], "does not exist"),
     ],
 )
 def test_a_mistake_gets_one_sentence_before_a_model_is_loaded(
-    arguments: list[str], says: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], says: str, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from holdfast.train import saved_model
 
     monkeypatch.setattr(saved_model, "load", lambda *_, **__: pytest.fail("a model was loaded"))
-    assert main(["mismatch", "no-such-folder", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert says in error and error.startswith("holdfast: ") and error.count("\n") == 1
+    assert says in command.refused("mismatch", "no-such-folder", *arguments)
 
 
 def test_a_rollout_that_does_not_fit_gets_one_sentence(
-    folder: Path, measured: Path, text: Path, tmp_path: Path, capsys: Any
+    folder: Path, measured: Path, text: Path, tmp_path: Path, command: Command
 ) -> None:
-    rollout = Rollout.load(measured / "rollout.safetensors")
-
-    def refused(model: Path, file: Path, says: str, *options: str) -> None:
-        assert main(["mismatch", str(model), str(file), *options]) == 2
-        error = capsys.readouterr().err
-        assert says in error and error.count("\n") == 1
-
     file = measured / "rollout.safetensors"
-    refused(folder, file, "leave --text out", "--text", str(text))
-    for name, changes, says in (
-        ("experts", {"num_local_experts": 4}, "these numbers of experts"),
-        ("layers", {"num_hidden_layers": 2}, "the MoE layers"),
-        ("k", {"num_experts_per_tok": 1}, "k = 1"),
-    ):
-        tiny("mixtral", **changes).save_pretrained(tmp_path / name)
-        refused(tmp_path / name, file, says)
+    assert "leave --text out" in command.refused("mismatch", folder, file, "--text", text)
+    tiny("mixtral", num_experts_per_tok=1).save_pretrained(tmp_path / "k")
+    assert "k = 1" in command.refused("mismatch", tmp_path / "k", file)
     (tmp_path / "other.safetensors").write_bytes(b"{}")
-    refused(folder, tmp_path / "other.safetensors", "cannot be read as safetensors")
-    ids = torch.full_like(rollout.input_ids, 99)
-    Rollout(ids, rollout.lengths, rollout.routes).save(tmp_path / "ids.safetensors")
-    refused(folder, tmp_path / "ids.safetensors", "token id 99, but this model has 64 tokens")
+    assert "cannot be read as safetensors" in command.refused("mismatch", folder, tmp_path / "other.safetensors")
 
 
 def test_control_characters_of_a_file_do_not_reach_the_terminal(
-    folder: Path, measured: Path, tmp_path: Path, capsys: Any
+    folder: Path, measured: Path, tmp_path: Path, command: Command
 ) -> None:
     own = Rollout.load(measured / "rollout.safetensors")
     Rollout(own.input_ids, own.lengths, own.routes, own.logprobs, "\x1b]0;a\x07[red]<b>").save(tmp_path / "evil.safetensors")
-    given = ["mismatch", str(folder), str(tmp_path / "evil.safetensors"), "--no-simulate", "--draws", "100"]
-    assert main([*given, "--out", str(tmp_path)]) == 0
-    shown = capsys.readouterr().out
+    given = ["mismatch", folder, tmp_path / "evil.safetensors", "--no-simulate", "--draws", "100"]
+    shown = command.printed(*given, "--out", tmp_path)
     assert "\x1b" not in shown and r"\x1b]0;a\x07[red]<b>" in shown
     page = (tmp_path / "mismatch.html").read_text(encoding="utf-8")
     assert "&lt;b&gt;" in page and "[red]<b>" not in page
 
 
-def test_a_model_of_the_library_with_its_own_text_is_measured(text: Path, tmp_path: Path, capsys: Any) -> None:
+def test_a_model_of_the_library_with_its_own_text_is_measured(text: Path, tmp_path: Path, command: Command) -> None:
     """A rerouted model that `holdfast.save` wrote: smooth is skipped with the reason, the others are measured."""
     model = holdfast.reroute(tiny("mixtral"), "smoe")
     holdfast.save(model, tmp_path / "model", tokenizer=tokenizer())
-    assert main(["mismatch", str(tmp_path / "model"), "--text", str(text), *QUICK, "--out", str(tmp_path / "out")]) == 0
-    assert "smooth was skipped: the model is already rerouted" in capsys.readouterr().out
+    shown = command.printed("mismatch", tmp_path / "model", "--text", text, *QUICK, "--out", tmp_path / "out")
+    assert "smooth was skipped: the model is already rerouted" in shown
     stored = json.loads((tmp_path / "out" / "mismatch.json").read_text())
     assert [row["remedy"] for row in stored["rows"]] == ["live", "replay", "float32"]
     assert [row["remedy"] for row in stored["skipped"]] == ["smooth"]

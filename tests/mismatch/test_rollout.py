@@ -9,6 +9,7 @@ import pytest
 import torch
 from foreign_routes import random_routes
 from tiny import tiny
+from wording import assert_refused
 
 import holdfast
 from holdfast.mismatch.rollout import read_record, rollout_of_lines
@@ -94,9 +95,7 @@ def test_a_file_of_routes_alone_is_read_as_routes(model: Any, tmp_path: Path) ->
 def test_what_does_not_fit_is_refused_in_one_sentence(model: Any, change: dict[str, Any], says: str) -> None:
     given: dict[str, Any] = {"tokens": TOKENS, "routed_experts": records(), "logprobs": None, **change}
     tokens, routed, logprobs = given["tokens"], given["routed_experts"], given["logprobs"]
-    with pytest.raises(ValueError, match=re.escape(says)) as problem:
-        holdfast.Rollout.from_sequences(tokens, routed, model, logprobs=logprobs)
-    assert "\n" not in str(problem.value)
+    assert_refused(re.escape(says), holdfast.Rollout.from_sequences, tokens, routed, model, logprobs=logprobs)
 
 
 def test_routes_without_a_place_for_the_last_token_of_a_line_are_placed(model: Any) -> None:
@@ -112,10 +111,8 @@ def test_shapes_that_do_not_fit_are_refused(model: Any) -> None:
     routes = holdfast.Routes.from_tensor(kept.routes.experts[:, :5], model)
     with pytest.raises(ValueError, match="the routes are of 2 x 5 tokens, but the token ids are of 2 x 6"):
         holdfast.Rollout(kept.input_ids, kept.lengths, routes)
-    with pytest.raises(ValueError, match="need a length each"):
-        holdfast.Rollout(kept.input_ids, torch.tensor([4, 7]), kept.routes)
-    with pytest.raises(ValueError, match="expected floats"):
-        holdfast.Rollout(kept.input_ids, kept.lengths, kept.routes, torch.zeros(2, 3))
+    assert_refused("need a length each", holdfast.Rollout, kept.input_ids, torch.tensor([4, 7]), kept.routes)
+    assert_refused("expected floats", holdfast.Rollout, kept.input_ids, kept.lengths, kept.routes, torch.zeros(2, 3))
     with pytest.raises(ValueError, match="log-probabilities have shape"):
         holdfast.Rollout.from_batch(kept.input_ids, kept.routes, logprobs=torch.zeros(2, 9))
     with pytest.raises(ValueError, match="attention_mask has shape"):
@@ -132,8 +129,7 @@ def test_damaged_files_are_refused(model: Any, tmp_path: Path) -> None:
 
     def refused(changed: dict[str, torch.Tensor], says: str, **others: str) -> None:
         path.write_bytes(save(changed, {**notes, **others}))
-        with pytest.raises(ValueError, match=says):
-            read_record(path)
+        assert_refused(says, read_record, path)
 
     refused(tensors, "no rollout that this Holdfast can read", holdfast_rollout="2")
     refused({"input_ids": tensors["input_ids"]}, "no rollout that this Holdfast can read")
@@ -146,9 +142,6 @@ def test_damaged_files_are_refused(model: Any, tmp_path: Path) -> None:
     refused({**tensors, "experts": tensors["experts"][..., :0].contiguous()}, "expected integers \\(B, N, L, K\\)")
     refused(tensors, "cannot be used", of="{")
     path.write_bytes(b"not a tensor")
-    with pytest.raises(ValueError, match="cannot be read as safetensors"):
-        read_record(path)
-    with pytest.raises(ValueError, match="does not exist"):
-        read_record(tmp_path / "nothing")
-    with pytest.raises(ValueError, match="is a folder"):
-        read_record(tmp_path)
+    assert_refused("cannot be read as safetensors", read_record, path)
+    assert_refused("does not exist", read_record, tmp_path / "nothing")
+    assert_refused("is a folder", read_record, tmp_path)

@@ -44,13 +44,6 @@ def count_training(model: Any, given: dict[str, Any]) -> int:
     return products(lambda: model(**given, use_cache=False).loss.backward())
 
 
-@pytest.mark.parametrize("router", ROUTERS)
-def test_the_forward_of_a_sparsified_llama(router: str) -> None:
-    model = holdfast.sparsify(eager(tiny_dense("llama")), experts=8, router=router)
-    expected = forward_flops(measure_shape(model, square())).total * 24
-    assert count_forward(model, batch()) == pytest.approx(expected + once(model, router), rel=1e-12)
-
-
 def once(model: Any, router: str) -> float:
     """Return the FLOPs that run once per forward and that a plan does not count: W^T W of the attention heads it reads."""
     config = model.config
@@ -59,12 +52,32 @@ def once(model: Any, router: str) -> float:
     return heads * config.num_hidden_layers * 2.0 * config.hidden_size * width**2 if "attention" in router else 0.0
 
 
-@pytest.mark.parametrize("router", [*ROUTERS, "smoe-dropout"])
-def test_a_training_step_of_a_sparsified_llama(router: str) -> None:
-    options: dict[str, Any] = {"k_final": 2} if router == "smoe-dropout" else {}
-    model = holdfast.sparsify(eager(tiny_dense("llama")), experts=8, router=router, **options)
-    expected = training_flops(measure_shape(model, square())).total * 24
-    assert count_training(model, batch()) == pytest.approx(expected + 3 * once(model, router), rel=1e-12)
+def check_forward(model: Any, given: dict[str, Any] | None = None, *, length: int = SIZE[1], once: float = 0.0) -> None:
+    """Compare the forward of 2 sequences with its plan; `once` are FLOPs that a plan does not count."""
+    expected = forward_flops(measure_shape(model, square(length))).total * 2 * length + once
+    assert count_forward(model, given or batch()) == pytest.approx(expected, rel=1e-12)
+
+
+def check_training(model: Any, *, once: float = 0.0) -> None:
+    expected = training_flops(measure_shape(model, square())).total * 24 + 3 * once
+    assert count_training(model, batch()) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_the_forward_of_a_sparsified_llama(router: str) -> None:
+    model = holdfast.sparsify(eager(tiny_dense("llama")), experts=8, router=router)
+    check_forward(model, once=once(model, router))
+
+
+OPTIONS = ["smoe-dropout[k_final=2]", "smoe[noise=gaussian]", "attention[heads=all]", "similarity[rank=4]"]
+OPTIONS += ["similarity[strength=0.0]", "similarity[rank=4,form=bilinear,strength=learned]", "similarity[from=confident]"]
+
+
+@pytest.mark.parametrize(("family", "router"), [*(("llama", router) for router in (*ROUTERS, *OPTIONS)), ("gpt2", "ac")])
+def test_a_training_step_of_a_sparsified_model(family: str, router: str) -> None:
+    """Learned noise is a second score in training; GPT-2 has biases."""
+    model = holdfast.sparsify(eager(tiny_dense(family)), experts=8, router=router)
+    check_training(model, once=once(model, router))
 
 
 SOFT = ("softmoe", "softmoe[slots=3]+symphony", "softmoe[slots=2]+ac", "smear", "smear[average=gates]")
@@ -78,34 +91,8 @@ def test_soft_layers_and_shared_experts(router: str, family: str, shared: int | 
     """GPT-2 has biases, which take no products: experts add them to rows, and SMEAR merges them like weights."""
     model = eager(tiny_dense(family))
     holdfast.sparsify(model, experts=8, router=router, shared=shared, router_options={"causal": False})
-    shape = measure_shape(model, square())
-    assert count_forward(model, batch()) == pytest.approx(forward_flops(shape).total * 24, rel=1e-12)
-    assert count_training(model, batch()) == pytest.approx(training_flops(shape).total * 24, rel=1e-12)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"rank": 4}, {"strength": 0.0}, {"rank": 4, "form": "bilinear", "strength": "learned"}, {"from_": "confident"}],
-    ids=str,
-)
-def test_options_of_similarity(options: dict[str, Any]) -> None:
-    model = holdfast.sparsify(eager(tiny_dense("llama")), experts=8, k=2, router="similarity", **options)
-    expected = training_flops(measure_shape(model, square())).total * 24
-    assert count_training(model, batch()) == pytest.approx(expected, rel=1e-12)
-
-
-def test_the_posterior_over_all_heads_is_counted_for_every_head() -> None:
-    router = "attention[heads=all]"
-    model = holdfast.sparsify(eager(tiny_dense("llama")), experts=8, router=router)
-    expected = training_flops(measure_shape(model, square())).total * 24
-    assert count_training(model, batch()) == pytest.approx(expected + 3 * once(model, router), rel=1e-12)
-
-
-def test_learned_noise_is_a_second_score_in_training() -> None:
-    options = {"noise": "gaussian"}
-    model = holdfast.sparsify(eager(tiny_dense("llama")), experts=8, k=2, router="smoe", router_options=options)
-    expected = training_flops(measure_shape(model, square())).total * 24
-    assert count_training(model, batch()) == pytest.approx(expected, rel=1e-12)
+    check_forward(model)
+    check_training(model)
 
 
 def test_checkpointing_runs_every_layer_once_more() -> None:
@@ -143,22 +130,12 @@ def test_a_recomputation_updates_no_state(router: str, options: dict[str, Any]) 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "qwen3", "phi3", "bert"])
 def test_the_forward_of_dense_families(model_type: str) -> None:
-    model = holdfast.sparsify(eager(tiny_dense(model_type)), experts=4, k=2, router="symphony", layers="alternate")
-    expected = forward_flops(measure_shape(model, square())).total * 24
-    assert count_forward(model, batch()) == pytest.approx(expected, rel=1e-12)
-
-
-def test_a_training_step_with_biases() -> None:
-    model = holdfast.sparsify(eager(tiny_dense("gpt2")), experts=4, k=2, router="ac")
-    expected = training_flops(measure_shape(model, square())).total * 24
-    assert count_training(model, batch()) == pytest.approx(expected, rel=1e-12)
+    check_forward(holdfast.sparsify(eager(tiny_dense(model_type)), experts=4, k=2, router="symphony", layers="alternate"))
 
 
 def test_the_forward_of_an_image_model() -> None:
     model = holdfast.sparsify(eager(tiny_dense("vit")), experts=4, k=2, router="similarity")
-    setting = square(17)
-    expected = forward_flops(measure_shape(model, setting)).total * 2 * 17
-    assert count_forward(model, {"pixel_values": inputs("vit")["pixel_values"]}) == pytest.approx(expected, rel=1e-12)
+    check_forward(model, {"pixel_values": inputs("vit")["pixel_values"]}, length=17)
 
 
 @pytest.mark.parametrize("model_type", sorted(EXTRA))
@@ -166,9 +143,7 @@ def test_the_forward_of_an_image_model() -> None:
 def test_the_forward_of_moe_families(model_type: str, router: str) -> None:
     model = eager(tiny(model_type))
     model.set_experts_implementation("eager")
-    holdfast.reroute(model, router)
-    expected = forward_flops(measure_shape(model, square())).total * 24
-    assert count_forward(model, batch()) == pytest.approx(expected, rel=1e-12)
+    check_forward(holdfast.reroute(model, router))
 
 
 @pytest.mark.parametrize("model_type", quick_or_slow(RECOGNISED, ("afmoe", "mistral4")))
@@ -178,9 +153,7 @@ def test_the_forward_of_recognised_families(model_type: str) -> None:
         pytest.skip("this transformers does not have it")
     model = eager(family_models.tiny_moe(folder))
     model.set_experts_implementation("eager")
-    holdfast.reroute(model, "native")
-    expected = forward_flops(measure_shape(model, square())).total * 24
-    assert count_forward(model, {"input_ids": batch()["input_ids"]}) == pytest.approx(expected, rel=1e-12)
+    check_forward(holdfast.reroute(model, "native"), {"input_ids": batch()["input_ids"]})
 
 
 OTHER_DENSE = sorted({*family_models.DENSE_MODELS} - {*UNSUPPORTED, *CONFIGS})
@@ -189,10 +162,7 @@ OTHER_DENSE = sorted({*family_models.DENSE_MODELS} - {*UNSUPPORTED, *CONFIGS})
 @pytest.mark.parametrize("model_type", quick_or_slow(OTHER_DENSE, ("gptj", "opt")))
 def test_the_forward_of_other_dense_families(model_type: str) -> None:
     model = holdfast.sparsify(eager(family_models.tiny_dense(model_type)), experts=4, k=2, router="symphony")
-    expected = forward_flops(measure_shape(model, square())).total * 24
-    with torch.no_grad():
-        counted = products(lambda: model(input_ids=batch()["input_ids"]))
-    assert counted == pytest.approx(expected, rel=1e-12)
+    check_forward(model, {"input_ids": batch()["input_ids"]})
 
 
 def test_smooth_uses_its_budget_on_average() -> None:

@@ -7,11 +7,12 @@ from router_names import BY_ID, IN_TEXT_MODELS
 from tiny import EXTRA, SMALL, tiny
 from tiny_dense import CLASSES, CONFIGS, tiny_dense
 from torch import nn
+from wording import assert_refused
 
 import holdfast
 from holdfast.hub.install import specs_of
 from holdfast.hub.layers import moe_layers
-from holdfast.planning.meta_model import Change, Choice, build_on_meta, read_config
+from holdfast.planning.meta_model import build_on_meta, read_config
 from holdfast.planning.model_shape import ModelShape, Setting, measure_shape
 
 DENSE = ("llama", "qwen3", "phi3", "gpt2", "bert", "vit")
@@ -45,11 +46,10 @@ def test_a_dense_family_with_every_router(model_type: str, router: str) -> None:
     sizes = {name: size for name, size in CONFIGS[model_type].items() if size is not None}
     config = read_config(model_type, {**sizes, "architectures": [CLASSES[model_type]]})
     if model_type == "vit" and router in BY_ID:
-        with pytest.raises(ValueError, match="chooses experts by token id"):
-            build_on_meta(config, Choice(router, router), Change(8, 2, "last:2"))
+        assert_refused("chooses experts by token id", build_on_meta, config, router, experts=8, layers="last:2")
         return
     model = holdfast.sparsify(tiny_dense(model_type), experts=8, router=router, layers="last:2")
-    shape = measure_shape(build_on_meta(config, Choice(router, router), Change(8, 2, "last:2")), Setting(16))
+    shape = measure_shape(build_on_meta(config, router, experts=8, k=2, layers="last:2"), Setting(16))
     assert measures(shape) == counted(model)
 
 
@@ -58,7 +58,7 @@ def test_a_dense_family_with_every_router(model_type: str, router: str) -> None:
 def test_an_moe_family_with_every_router(model_type: str, router: str) -> None:
     config = read_config(model_type, {**SMALL, **EXTRA[model_type]})
     model = holdfast.reroute(tiny(model_type), router)
-    shape = measure_shape(build_on_meta(config, Choice(router, router), Change()), Setting(16))
+    shape = measure_shape(build_on_meta(config, router), Setting(16))
     assert measures(shape) == counted(model)
     assert len(shape.sparse) == len(moe_layers(model))
 
@@ -66,15 +66,15 @@ def test_an_moe_family_with_every_router(model_type: str, router: str) -> None:
 @pytest.mark.parametrize("model_type", ["llama", "mixtral"])
 def test_a_router_for_modalities_is_refused_for_a_text_model(model_type: str) -> None:
     sizes = {**SMALL, **EXTRA[model_type]} if model_type in EXTRA else CONFIGS[model_type]
-    change = Change() if model_type in EXTRA else Change(8, 2)
+    change: dict[str, Any] = {} if model_type in EXTRA else {"experts": 8, "k": 2}
     with pytest.raises(ValueError, match="this model has no image token in its config"):
-        build_on_meta(read_config(model_type, sizes), Choice("r", "modality"), change)
+        build_on_meta(read_config(model_type, sizes), "modality", **change)
 
 
 def test_options_of_a_router_count() -> None:
     config = read_config("llama", CONFIGS["llama"])
     model = holdfast.sparsify(tiny_dense("llama"), experts=8, k=2, router="similarity", rank=4)
-    shape = measure_shape(build_on_meta(config, Choice("r", "similarity", {"rank": 4}), Change(8, 2)), Setting(16))
+    shape = measure_shape(build_on_meta(config, "similarity[rank=4]", experts=8, k=2), Setting(16))
     assert measures(shape) == counted(model)
     assert shape.router_parameters == 3 * (8 * 32 + 4 * 32)
 
@@ -82,9 +82,7 @@ def test_options_of_a_router_count() -> None:
 def test_a_wider_expert() -> None:
     config = read_config("llama", CONFIGS["llama"])
     model = holdfast.sparsify(tiny_dense("llama"), experts=8, k=2, router="smoe", hidden=64, init="random")
-    assert measures(
-        measure_shape(build_on_meta(config, Choice("r", "smoe"), Change(8, 2, hidden=64)), Setting(16))
-    ) == counted(model)
+    assert measures(measure_shape(build_on_meta(config, "smoe", experts=8, hidden=64), Setting(16))) == counted(model)
 
 
 def test_a_saved_holdfast_folder_is_rerouted(tmp_path: Any) -> None:
@@ -95,7 +93,7 @@ def test_a_saved_holdfast_folder_is_rerouted(tmp_path: Any) -> None:
         if file.name != "config.json":
             file.unlink()
     config = read_config(str(tmp_path / "saved"))
-    shape = measure_shape(build_on_meta(config, Choice("r", "symphony"), Change()), Setting(16))
+    shape = measure_shape(build_on_meta(config, "symphony"), Setting(16))
     assert measures(shape) == counted(holdfast.reroute(model, "symphony"))
 
 
@@ -117,5 +115,5 @@ def test_routers_for_some_layers_and_with_a_k_of_their_own_are_counted(router: s
     assert plan.columns[1].experts_a_token == pytest.approx(sum(ks) / len(ks))
     assert plan.columns[1].parameters == sum(parameter.numel() for parameter in model.parameters())
     moe = holdfast.reroute(tiny("mixtral"), router)
-    built = build_on_meta(read_config("mixtral", {**SMALL, **EXTRA["mixtral"]}), Choice.of(router), Change())
+    built = build_on_meta(read_config("mixtral", {**SMALL, **EXTRA["mixtral"]}), router)
     assert measures(measure_shape(built, Setting(16))) == counted(moe)

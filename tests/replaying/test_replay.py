@@ -14,27 +14,12 @@ from tiny import MOE_LAYERS, tiny
 from tiny_dense import tiny_dense
 
 import holdfast
-from holdfast.hub.families import MOE_FAMILIES
 
 NATIVE_LOOPS = ["mixtral", "olmoe", "qwen3_moe", "deepseek_v3"]
 
 
 def layers_of(model_type: str) -> int:
     return MOE_LAYERS.get(model_type, 3)
-
-
-@pytest.mark.every_combination
-@pytest.mark.parametrize(
-    "model_type", quick_or_slow(MOE_FAMILIES, ("mixtral", "deepseek_v3", "phimoe", "gpt_oss", "qwen3_next"))
-)
-def test_a_native_model_that_replays_its_own_routes_computes_the_same_bits(model_type: str) -> None:
-    model = holdfast.reroute(tiny(model_type), "native")
-    logits, routes = own_routes(model)
-    with torch.no_grad():
-        again = model(input_ids=IDS, attention_mask=MASK, routed_experts=routes).logits
-        foreign = model(input_ids=IDS, attention_mask=MASK, routed_experts=random_routes(layers_of(model_type))).logits
-    assert torch.equal(again, logits)
-    assert not torch.allclose(foreign, logits)
 
 
 @pytest.mark.every_combination
@@ -109,8 +94,7 @@ def test_accumulated_micro_batches_replay_their_own_rows() -> None:
     whole = looped("mixtral", routes).train()
     out = whole(**BATCH, num_items_in_batch=torch.tensor(8)).loss
     out.backward()
-    for name, gradient in gradients(whole).items():
-        torch.testing.assert_close(gradients(model)[name], gradient, atol=2e-5, rtol=1e-3)
+    torch.testing.assert_close(gradients(model), gradients(whole), atol=2e-5, rtol=1e-3)
 
 
 def test_tokens_without_a_record_are_live_and_the_last_token_may_lack_one() -> None:
@@ -167,10 +151,8 @@ def test_routers_learn_from_live_scores_while_they_replay(router: str) -> None:
     for _ in range(2):
         live(**BATCH)
         replayed(**BATCH, routed_experts=random_routes(3))
-    for (name, expected), (_, found) in zip(
-        live.model.layers[0].named_buffers(), replayed.model.layers[0].named_buffers(), strict=True
-    ):
-        assert torch.equal(expected, found), name
+    buffers = (dict(model.model.layers[0].named_buffers()) for model in (live, replayed))
+    torch.testing.assert_close(*buffers, rtol=0, atol=0)
 
 
 def test_a_sparsified_model_replays_and_counts_unused_slots() -> None:
@@ -296,15 +278,6 @@ def test_bf16_routes_replayed_in_float32_leave_no_other_set() -> None:
         gaps.append((exact[:, :-1].gather(-1, targets) - rounded[:, :-1].gather(-1, targets)).abs().mean())
     assert differing[0] > 0 and differing[1] == 0
     assert gaps[1] < 0.8 * gaps[0]
-
-
-def test_the_base_model_replays_routes_too() -> None:
-    model = holdfast.reroute(tiny("mixtral"), "smoe")
-    _, routes = own_routes(model)
-    with torch.no_grad():
-        live = model.model(input_ids=IDS, attention_mask=MASK).last_hidden_state
-        again = model.model(input_ids=IDS, attention_mask=MASK, routed_experts=routes).last_hidden_state
-    assert torch.equal(again, live)
 
 
 def test_the_layers_that_were_not_rerouted_can_replay_after_what_the_error_says() -> None:

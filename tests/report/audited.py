@@ -1,7 +1,11 @@
 """A stored audit by hand: two layers of four experts, figures that can be followed."""
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from typing import Any
+
+from report.routes import stored_routes
 
 from holdfast.auditing import AuditReport
 from holdfast.checked import from_mapping
@@ -52,7 +56,7 @@ def changes(flips: float) -> dict[str, Any]:
 
 
 def perturbed(about: str, *flips: float, harmless: bool = False) -> dict[str, Any]:
-    overall = changes(sum(flips) / len(flips))
+    overall, loss = changes(sum(flips) / len(flips)), 0.25 if any(flips) else 0.0
     return {
         "about": about,
         "harmless": harmless,
@@ -60,8 +64,9 @@ def perturbed(about: str, *flips: float, harmless: bool = False) -> dict[str, An
         "overall": {
             **overall,
             "tokens": 400,
-            "prediction_flips": 0.031,
-            "loss": {"before": 2.0, "after": 2.25, "change": 0.25, "size": 0.3},
+            "predictions": 400,
+            "prediction_flips": 0.031 if any(flips) else 0.0,
+            "loss": {"before": 2.0, "after": 2.0 + loss, "change": loss, "size": 1.2 * loss},
         },
         "details": [],
     }
@@ -133,11 +138,14 @@ STORED: dict[str, Any] = {
         "output": {"none": pair(0.0, 0.0), "noise.0.01": pair(0.07, 0.081)},
         "prediction_flips": {"none": pair(0.0, 0.0), "noise.0.01": pair(0.031, None)},
         "overall": OVERALL,
+        "routes": stored_routes(8, 2, 1, flips=()),
+    },
+    "view": {
+        "examples": [{"pieces": ["Hold", "fast", " in", " the", " night"]}, {"pieces": ["An", "other", " text"]}],
+        "routes": stored_routes(8, 2, flips=(1, 4)),
     },
 }
 
 
-def report_of(stored: dict[str, Any]) -> AuditReport:
-    """Return what `AuditReport.load` would read."""
-    report: AuditReport = from_mapping(AuditReport, stored)
-    return report
+# As it is read from its file.
+report_of: Callable[[dict[str, Any]], AuditReport] = partial(from_mapping, AuditReport)

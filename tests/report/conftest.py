@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from report.browsing import emulate
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 DRIVER = shutil.which("chromedriver")
@@ -29,13 +30,8 @@ def chromium() -> Iterator[Any]:
 
 
 @pytest.fixture(params=[(1280, "light"), (360, "dark")], ids=["desktop", "phone"])
-def screen(chromium: Any, request: pytest.FixtureRequest) -> Any:
-    width, theme = request.param
-    screen = {"width": width, "height": 844, "deviceScaleFactor": 1, "mobile": width < 500}
-    chromium.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
-    scheme = {"name": "prefers-color-scheme", "value": theme}
-    chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
-    chromium.get("about:blank")  # so that no test takes the page of the last one for its own
-    for kind in ("browser", "performance"):
-        chromium.get_log(kind)
-    return chromium
+def screen(chromium: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """The browser with a screen of some size and theme, which no page of the test may leave a message in."""
+    emulate(chromium, *request.param)
+    yield chromium
+    assert chromium.get_log("browser") == []

@@ -1,9 +1,12 @@
 """Small comparisons as `holdfast compare` stores them, made by hand: of texts and of images."""
 
 import base64
+import copy
 import math
 from collections.abc import Sequence
 from typing import Any
+
+from report.routes import stored_routes
 
 from holdfast.checked import from_mapping
 from holdfast.report.tables import Table
@@ -12,7 +15,7 @@ from holdfast.train.results import Results
 
 STEPS, LAYERS, EXPERTS = 12, 2, 4
 SNAPSHOTS = (4, 8, 12)
-PIECES = ["Return", "the", "smallest", "of", "its", "arguments"]
+PIECES = ["Return", " the", " small", "est", " of", " its", " arg", "uments"]
 
 
 def parse(content: dict[str, Any]) -> Results:
@@ -79,8 +82,20 @@ def stored_images(routers: Sequence[str] = ("smoe", "smooth", "ac"), seeds: int 
         del row["clean_kept"], row["attacked_kept"]
     for cell in content["cells"]:
         cell["trials"] = {"PGD": {"figure": 40.0}, "FGSM": {"figure": 30.0}}
-        cell["view"] = {"kind": "images", "images": [_image("3", "3", 0), _image("8", "5", 1)]}
+        shown = [{"picture": _picture("3", "3", 0)}, {"picture": _picture("8", "5", 1)}]
+        routes = stored_routes(12, LAYERS, routers.index(cell["router"]))
+        del routes["perturbed"]["words"]
+        cell["view"] = {"examples": shown, "routes": routes}
     return content
+
+
+def repeated(content: dict[str, Any], settings: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return a comparison that has the rows and cells of `content` in each of the settings."""
+
+    def each(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [{**copy.deepcopy(one), "settings": setting} for setting in settings for one in given]
+
+    return {**content, "rows": each(content["rows"]), "cells": each(content["cells"])}
 
 
 def _row(place: int, name: str, seeds: int) -> dict[str, Any]:
@@ -108,6 +123,7 @@ def _cell(place: int, name: str, seed: int) -> dict[str, Any]:
         "first_batch": f"first{seed}",
         "last_batch": f"last{seed}",
         "curve": {"steps": [step + 1 for step in range(STEPS)], "losses": losses, "width": 1},
+        "validation": {"steps": list(SNAPSHOTS), "losses": [losses[step - 1] + 0.5 for step in SNAPSHOTS], "figures": []},
         "clean": {"figure": 184.5 + seed - place, "routing": _routing(place, seed)},
         "attacked": {"figure": 191.25 + seed - place},
         "trials": {
@@ -124,9 +140,8 @@ def _cell(place: int, name: str, seed: int) -> dict[str, Any]:
             "layers": [0.9 - 0.1 * layer - 0.02 * place + 0.01 * seed**2 for layer in range(LAYERS)],
         },
         "view": {
-            "kind": "text",
-            "pieces": PIECES,
-            "experts": [[(at + layer + place + seed) % EXPERTS for at in range(len(PIECES))] for layer in range(LAYERS)],
+            "examples": [{"pieces": PIECES[:4]}, {"pieces": PIECES[4:]}],
+            "routes": stored_routes(len(PIECES), LAYERS, place + seed),
         },
     }
 
@@ -140,16 +155,27 @@ def _snapshots(layer: int, place: int, seed: int) -> dict[str, Any]:
         "layer": layer,
         "fluctuation": [0.4 - 0.1 * layer + 0.01 * seed, 0.2 - 0.1 * layer + 0.01 * seed],
         "graphs": graphs,
+        "states": [_state(layer, place, seed, at) for at in range(len(SNAPSHOTS))],
     }
 
 
-def _image(label: str, said: str, shift: int) -> dict[str, Any]:
+def _state(layer: int, place: int, seed: int, at: int) -> dict[str, Any]:
+    """The state of a snapshot: the second router is smooth, and its strip widens."""
+    strips = [{"width": width, "share": width * (4 - place + at), "experts": 2 * width} for width in (0.001, 0.01, 0.1)]
+    return {
+        **_routing(place, seed)["layers"][layer],
+        "near_ties": {"strips": strips},
+        "experts_per_token": {"mean": 2.0 + 0.1 * at * (place == 1)},
+        "sparsity": 0.5 - 0.1 * at,
+        "width": 0.02 * (at + 1) + 0.01 * seed if place == 1 else None,
+    }
+
+
+def _picture(label: str, said: str, shift: int) -> dict[str, Any]:
     """4 x 6 pixels, black but for a white corner, in 2 x 3 patches."""
     pixels = bytearray(4 * 6)
     pixels[shift] = 255
-    experts = [[(patch + layer + shift) % EXPERTS for patch in range(6)] for layer in range(LAYERS)]
-    shown = {"width": 6, "pixels": base64.b64encode(pixels).decode()}
-    return {"label": label, "said": said, **shown, "grid": [2, 3], "experts": experts}
+    return {"label": label, "said": said, "width": 6, "pixels": base64.b64encode(pixels).decode(), "grid": [2, 3]}
 
 
 def _routing(place: int, seed: int) -> dict[str, Any]:

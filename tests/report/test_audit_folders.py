@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from auditing.audited_models import texts, tokenizer
-from report.browsing import visit
+from report.browsing import show_explorer, visit
 from tiny import tiny
 
 from holdfast.auditing import AuditReport
@@ -27,7 +27,10 @@ def test_a_folder_is_audited_and_its_page_opens_quietly(model_type: str, tmp_pat
     report = AuditReport.load(tmp_path / "out" / "audit.json")
     assert report.skipped == {}
     assert report.perturbations["attack"].overall.loss is not None
-    assert report.view is not None and set(report.view.layers) == {str(layer.layer) for layer in report.layers}
+    assert report.view is not None and report.what_if is not None and report.what_if.routes is not None
+    assert len(report.view.routes.layers) == len(report.what_if.routes.layers) == len(report.layers)
+    assert set(report.view.routes.perturbed) == set(report.perturbations)
     visit(chromium, tmp_path / "out" / "audit.html")
-    assert len(chromium.find_elements("css selector", "#view .text:not([hidden]) .piece")) == len(report.view.pieces)
+    show_explorer(chromium)
+    assert len(chromium.find_elements("css selector", ".x-token")) == report.view.examples[0].tokens
     assert chromium.get_log("browser") == []

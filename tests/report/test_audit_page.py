@@ -2,7 +2,6 @@
 
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,60 +12,25 @@ from wording import mentions
 
 from holdfast.auditing import diagnose
 from holdfast.auditing.reports import AtRisk
-from holdfast.report import render_audit, write_audit
-from holdfast.report.audit_page import LEAST, SHOWN, audit_plots, risks, token, view, what_if_tables
-from holdfast.report.page_shell import SCRIPTS, luminance, short_share
+from holdfast.report import render_audit
+from holdfast.report.audit_page import (
+    LEAST,
+    SHOWN,
+    audit_plots,
+    perturbations_table,
+    token,
+    what_if_tables,
+)
+from holdfast.report.page_shell import luminance, risks, short_share
 from holdfast.report.plot_data import Plot
-
-EVIL = "<img src=x onerror=alert(1)></script>%{x}"
 
 
 def plots_of(stored: dict[str, Any]) -> dict[str, Plot]:
     return {plot.name: plot for plot in audit_plots(report_of(stored))}
 
 
-@pytest.fixture(scope="module")
-def page() -> Tags:
-    return Tags(render_audit(report_of(stored_audit())))
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        "tiny-mixtral",
-        "layer 1: 30.0% of tokens are undecided in bf16. Training and serving may select different experts for them.",
-        "number 0.3, threshold 0.02",
-        "layer 0: 1 of 4 experts are dead. Their weights cost memory and are never used.",
-        "number 1, threshold 0",
-        "3 findings, the most harmful first: 1 severe and 2 serious.",
-        "0.612",  # CV
-        "36.00%",  # of the most entropy
-        "4.00%",  # near ties
-        "1.50%",  # undecided in bf16
-        "0.10%",  # undecided in fp16
-        "0.0123",  # the median
-        "above 0.1",
-        "5.50%",  # sets that change
-        "2.75%",  # first experts
-        "7.00%",
-        "6.25%",
-        "1.10%",
-        "3.10%",
-        "+0.2500",
-        "there are no texts, only inputs.",
-        "What if: the router smooth",
-        "8.373",
-        "experts per token",
-        "5.5% → 2.1%",  # what if: tokens that flip
-        "f70d1419",
-        "2.13.7",
-    ],
-)
-def test_the_values_are_there(page: Tags, value: str) -> None:
-    assert value in page.text
-
-
-def test_findings_are_those_of_diagnose_in_their_order(page: Tags) -> None:
+def test_findings_are_those_of_diagnose_in_their_order() -> None:
+    page = Tags(render_audit(report_of(stored_audit())))
     found = diagnose(report_of(stored_audit()))
     places = [page.text.index(finding.text) for finding in found]
     assert len(found) == 3 and places == sorted(places)
@@ -78,7 +42,7 @@ def test_many_findings_are_folded_but_all_there() -> None:
         stored["perturbations"][f"noise.0.00{level + 1}"] = perturbed(f"noise number {level}", 0.9, 0.9)
     page = Tags(render_audit(report_of(stored)))
     starts = [attributes.get("start") for tag, attributes in page.tags if tag == "ol" and attributes["class"] == "findings"]
-    assert starts == [None, str(SHOWN + 1)]
+    assert starts == [None, str(SHOWN + 1), None]  # predictions, the others, experts
     assert all(f"noise number {level}" in page.text for level in range(12))
 
 
@@ -87,7 +51,7 @@ def test_a_healthy_model_has_nothing_to_complain_about() -> None:
     stored["layers"] = [stored["layers"][0]]
     stored["layers"][0]["load"]["dead"] = []
     del stored["perturbations"]["noise.0.01"]
-    stored["what_if"], stored["at_risk"], stored["status"] = None, [], "interrupted"
+    stored["what_if"], stored["view"], stored["at_risk"], stored["status"] = None, None, [], "interrupted"
     page = Tags(render_audit(report_of(stored)))
     lists = [attributes.get("class") for tag, attributes in page.tags if tag == "ol"]
     assert "interrupted" in page.text and "findings" not in lists
@@ -96,9 +60,10 @@ def test_a_healthy_model_has_nothing_to_complain_about() -> None:
 
 def test_the_heat_map_is_of_the_flips_of_each_perturbation_and_layer() -> None:
     (heat,) = plots_of(stored_audit())["flips"].data
-    assert heat["x"] == [0, 1] and heat["y"] == ["none", "noise.0.01"]
-    assert heat["z"] == [[-5.0, -5.0], [pytest.approx(-2), pytest.approx(-1)]]
-    assert heat["text"][1] == ["noise.0.01, layer 0: 1%", "noise.0.01, layer 1: 10%"]
+    assert heat["x"] == [0, 1] and heat["y"] == ["noise.0.01"]
+    assert heat["z"] == [[pytest.approx(-2), pytest.approx(-1)]]
+    assert heat["text"] == [["noise.0.01, layer 0: 1%", "noise.0.01, layer 1: 10%"]]
+    assert plots_of(stored_audit())["flips"].caption.endswith("No token flips under none.")
 
 
 def test_tokens_near_ties_and_a_slice_are_drawn_where_they_are_stored() -> None:
@@ -121,8 +86,8 @@ def test_the_least_change_is_no_zero_and_a_layer_without_tokens_is_a_gap() -> No
     stored = stored_audit()
     stored["perturbations"]["noise.0.01"] = perturbed("a little", 1e-9)
     (heat,) = plots_of(stored)["flips"].data
-    assert heat["z"][1] == [LEAST, None]
-    assert heat["text"][1][1].endswith("nothing to compare")
+    assert heat["z"] == [[LEAST, None]]
+    assert heat["text"][0][1].endswith("nothing to compare")
 
 
 def test_radii_are_shares_of_the_tokens_in_logarithmic_bins_by_layer_and_together() -> None:
@@ -195,83 +160,41 @@ def test_tokens_are_coloured_by_their_radius() -> None:
     ]  # fmt: skip
 
 
-def test_a_text_is_coloured_by_the_radius_in_each_layer_and_by_the_least_of_all() -> None:
-    stored = stored_audit()
-    stored["view"] = {"pieces": ["a", " b", "\n"], "layers": {"0": [1e-6, 0.5, None], "1": [0.5, 0.002, None]}}
-    shown = view(report_of(stored))
-    assert {layer: [piece["level"] for piece in pieces] for layer, pieces in shown.items()} == {
-        "all": [0, 3, 4], "0": [0, 4, 4], "1": [4, 3, 4],
-    }  # fmt: skip
-    assert [piece["text"] for piece in shown["all"]] == ["a", " b", "↵"]
-    page = Tags(render_audit(report_of(stored)))
-    hidden = {attributes["data-layer"]: "hidden" in attributes for _, attributes in page.tags if "data-layer" in attributes}
-    assert hidden == {"all": False, "0": True, "1": True}
-    stored["view"]["layers"]["1"].pop()
-    with pytest.raises(ValueError, match=r"radius.*piece"):
-        render_audit(report_of(stored))
-
-
-def evil() -> dict[str, Any]:
-    stored = stored_audit()
-    stored["model"]["name"] = stored["model"]["architecture"] = stored["what_if"]["router"] = EVIL
-    stored["perturbations"] = {
-        **stored["perturbations"],
-        "noise.0.5": perturbed(EVIL, 1.0, 1.0),
-        f"batch.{EVIL}": perturbed(EVIL, 1.0, 1.0, harmless=True),
-    }
-    stored["skipped"][EVIL] = {"about": EVIL, "reason": EVIL}
-    stored["at_risk"] = [at_risk(0.0, EVIL, f"a {EVIL} b"), at_risk(0.0, EVIL, EVIL * 2)]
-    stored["layers"][0]["undecided"] = {EVIL: stored["layers"][0]["undecided"]["fp16"]}
-    stored["layers"][0]["radius"]["kind"] = EVIL
-    stored["view"] = {"pieces": [EVIL], "layers": {"0": [0.1], "1": [None]}}
-    stored["data"]["source"] = {EVIL: EVIL}
-    stored["versions"][EVIL] = EVIL
-    return stored
-
-
-def test_strings_of_the_audit_are_text_and_nothing_else() -> None:
-    page = Tags(render_audit(report_of(evil())))
-    assert page.text.count(EVIL) >= 12
-    assert "img" not in {tag for tag, _ in page.tags}
-    assert not any(name.startswith("on") for _, attributes in page.tags for name in attributes)
-    assert len(page.scripts) - 1 == 2 + len(SCRIPTS)
-    drawn = json.loads(page.scripts[1])["plots"]
-    for plot in drawn.values():
-        for trace in plot["data"]:
-            trace.pop("hovertemplate")
-            assert EVIL not in json.dumps(trace) and "<img" not in json.dumps(trace)
-
-
-def test_a_file_that_is_not_there_gets_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"none\.json.*: No such file"):
-        write_audit(tmp_path / "none.json", tmp_path / "page.html")
-
-
 def test_a_what_if_shows_the_part_of_flips_beside_the_total_and_the_predictions() -> None:
     stored = stored_audit()
     stored["what_if"]["prediction_flips"]["noise.0.01"]["after"] = 0.04
-    what_if = report_of(stored).what_if
-    assert what_if is not None
-    changes, _ = what_if_tables(what_if)
-    assert dict(zip(changes.columns, changes.rows[1], strict=True)) == {
+    tables = what_if_tables(report_of(stored))
+    assert tables is not None
+    (row,) = tables[0].rows  # nothing changes under none
+    assert dict(zip(tables[0].columns, row, strict=True)) == {
         "perturbation": "noise.0.01",
-        "tokens that flip": "5.5% → 2.1%",
-        "output change by flips": "6.2% → 0.30%",
-        "total output change": "7.0% → 8.1%",  # rises while the part of flips falls
         "predictions that change": "3.1% → 4.0%",
+        "change of the loss": "+0.2500 → \u2013",
+        "total output change": "7.0% → 8.1%",  # rises while the part of flips falls
+        "output change by flips": "6.2% → 0.30%",
+        "tokens that flip": "5.5% → 2.1%",
     }
     page = Tags(render_audit(report_of(stored)))
     columns = [attributes["data-column"] for tag, attributes in page.tags if tag == "td"]
-    assert columns.count("total output change") == columns.count("output change by flips") == 2
+    assert columns.count("total output change") == columns.count("output change by flips") == 1
 
 
 def test_a_what_if_without_labels_has_no_loss_among_its_costs() -> None:
     stored = stored_audit()
     for name in ("loss", "perplexity"):
         stored["what_if"]["cost"][name] = {"before": None, "after": None}
-    what_if = report_of(stored).what_if
-    assert what_if is not None
-    assert what_if_tables(what_if)[1].rows == [["experts per token", "2 → 3.5"]]
+    tables = what_if_tables(report_of(stored))
+    assert tables is not None and tables[1].rows == [["experts per token", "2 → 3.5"]]
+
+
+def test_perturbations_are_ordered_by_the_predictions_that_change() -> None:
+    stored = stored_audit()
+    for name, share in (("words", 0.2), ("typos", 0.01), ("routing.bf16", 0.0)):
+        stored["perturbations"][name] = perturbed(name, 0.1, 0.1)
+        stored["perturbations"][name]["overall"]["prediction_flips"] = share
+    rows = perturbations_table(report_of(stored)).rows
+    assert [row[0] for row in rows] == ["words", "noise.0.01", "typos", "routing.bf16"]
+    assert [row[2] for row in rows] == ["20%", "3.1%", "1.0%", "0%"]
 
 
 @pytest.mark.parametrize(

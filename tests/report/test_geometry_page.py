@@ -11,46 +11,10 @@ from holdfast.report.geometry_page import curve_plots, slice_plots
 from holdfast.report.plot_data import Plot
 from holdfast.report.slice_plots import COLOURS, cell_colours, set_name, token_name
 
-EVIL = "<img src=x onerror=alert(1)></script>%{x}"
-
 
 def plots_of(stored: dict[str, Any]) -> dict[str, Plot]:
     geometry = report_of(stored)
     return {plot.name: plot for plot in [*slice_plots(geometry), *curve_plots(geometry)]}
-
-
-@pytest.fixture(scope="module")
-def page() -> Tags:
-    return Tags(render_geometry(report_of(stored_geometry())))
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        "tiny-mixtral",
-        "In layer 0, 14.00% of the tokens lie within 1% of their norm",
-        "jumps by 45.67% of its norm on average; with smooth, on the same weights, by 0.04%.",
-        "1.23%",  # within 1% of order 2
-        "5.23%",  # flipped before time 1
-        "21.31%",  # extra experts
-        "jumps by 150.00% of its norm where expert 1 replaces 3, 0.032 of the token's norm away; with smooth by 0.05%",
-        "row 7 of batch 0",
-        "its ties are not flats.",
-        "An entry of one batch is within 0.042 of its mean, with probability 0.95.",
-        "by 0.0058 on average and by 0.0315 at most; 0.77% of them",
-        "at most 4.74 nats",
-        "there is no previous MoE layer.",
-        "top-k infinite (weights jump by 0.546), smooth 70.6 with a strip of 0.1",
-        "30.00%",  # extra experts, by the law
-        "What if: the router smooth",
-        "2.345",
-        "Layers with pictures: 0.",
-        "f70d1419",
-        "2.13.7",
-    ],
-)
-def test_the_values_are_there(page: Tags, value: str) -> None:
-    assert value in page.text
 
 
 def test_slices_have_their_cells_lines_points_and_strips() -> None:
@@ -103,24 +67,6 @@ def test_curves_are_those_of_the_stored_numbers() -> None:
     assert plots["difference"].data[1]["y"] == [50.0, 10.0, 1.0]
     assert {trace["meta"]["layer"] for trace in plots["ties"].data} == {"0", "2"}
     assert [(trace["name"], trace["x"]) for trace in plots["tsne"].data] == [("expert 0", [0.1]), ("expert 2", [0.2, -0.3])]
-
-
-def test_everything_is_escaped() -> None:
-    stored = stored_geometry()
-    stored["model"]["name"] = EVIL
-    stored["what_if"]["router"] = EVIL
-    stored["layers"][0]["jumps"]["largest"][0] |= {"text": EVIL, "before": EVIL}
-    stored["layers"][0]["pictures"]["slices"][0]["tokens"][0]["text"] = EVIL
-    stored["layers"][0]["pictures"]["token"]["text"] = EVIL
-    stored["refused"][0]["reason"] = EVIL
-    html = render_geometry(report_of(stored))
-    page = Tags(html)
-    assert not any(tag == "img" for tag, _ in page.tags) and "<img" not in html.replace("\\u003cimg", "")
-    assert EVIL in page.text
-    for plot in plots_of(stored).values():
-        for trace in plot.data:
-            for said in [trace.get("name"), *(trace.get("text") or [])]:
-                assert said is None or ("<img" not in said and "%{x}" not in said)
 
 
 @pytest.mark.parametrize("text", ["x" * 300, "a\nb\r\nc", ""])

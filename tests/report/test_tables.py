@@ -8,7 +8,7 @@ from report.tags import Tags
 
 from holdfast.cli import common
 from holdfast.report.page_shell import PAGE
-from holdfast.report.tables import Table
+from holdfast.report.tables import Cell, Table
 
 NAME = 'ac[k=2],\n<b>"50%" & $x_1$ ~ ^ \\ # {}'
 TABLE = Table.of("Results", [{"router": NAME, "clean, %": "1.20"}, {"router": "smoe", "attacked": "+3"}], "A note [of] it.")
@@ -30,13 +30,14 @@ def test_latex_is_escaped() -> None:
     head, first = TABLE.to_latex().splitlines()[2:5:2]
     assert head == r"router & clean, \% & attacked \\"
     escaped = r"\textasciitilde{} \textasciicircum{} \textbackslash{} \# \{\}"
-    assert first == rf'ac[k=2], <b>"50\%" \& \$x\_1\$ {escaped} & 1.20 &  \\'
+    assert first == rf'ac[k=2], \textless{{}}b\textgreater{{}}"50\%" \& \$x\_1\$ {escaped} & 1.20 &  \\'
 
 
 def test_a_page_has_every_cell_as_text() -> None:
     templates = jinja2.Environment(loader=jinja2.FileSystemLoader(PAGE), autoescape=True)
+    templates.globals |= {"marks": "●◆", "colours": 8}
     macros = templates.get_template("parts.html").module
-    page = Tags(str(macros.section(TABLE, marks="●◆", colours=8)))  # type: ignore[attr-defined]
+    page = Tags(str(macros.section(TABLE, routers=True)))  # type: ignore[attr-defined]
     assert NAME in page.text and "A note [of] it." in page.text
     assert [attributes for tag, attributes in page.tags if tag == "tr"][1:] == [{"data-router": "0"}, {"data-router": "1"}]
     assert "b" not in dict(page.tags)
@@ -48,3 +49,18 @@ def test_a_terminal_has_every_cell_as_text(monkeypatch: pytest.MonkeyPatch, caps
     common.show(TABLE)
     shown = capsys.readouterr().out
     assert all(line in shown for line in NAME.splitlines()) and "clean, %" in shown and "A note [of] it." in shown
+
+
+@pytest.mark.parametrize(
+    ("text", "brief"),
+    [
+        ("no difference +1.50 (-3.17 to +6.00)", "+1.50 (-3.17 to +6.00)"),  # with its zeros
+        ("no difference 0.00 (-0.51 to +0.50)", "0.00 (-0.51 to +0.50)"),
+        ("2.38% (1.90% to 2.83%)", "2.38% (1.90% to 2.83%)"),
+        ("1,234.50 (1,200.00 to 1,270.00)", "1,234.50 (1,200.00 to 1,270.00)"),
+        ("2.5e-05 (1 to 2)", "0.25 (0.125 to 1.5)"),  # not the end of a number
+        ("no difference (95% interval -3 to +6, 3 seeds)", "+0.25 (+0.125 to +1.5)"),
+    ],
+)
+def test_a_brief_cell_has_the_digits_of_its_text(text: str, brief: str) -> None:
+    assert Cell(text, 0.25, 0.125, 1.5).brief == brief

@@ -1,4 +1,4 @@
-"""Every attack in a table and a plot, fluctuation while training, and consistency under noise."""
+"""Every attack in a table and a plot, and consistency under noise."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from report.stored import by_column, parse, stored
 from holdfast.report import render
 from holdfast.report.comparison_tables import attacks_table
 from holdfast.report.plot_data import Plot
-from holdfast.report.plots import consistency, every_attack, fluctuation
+from holdfast.report.plots import consistency, every_attack
 
 
 def test_the_table_has_a_mean_over_seeds_for_each_router_and_attack() -> None:
@@ -69,30 +69,6 @@ def test_the_cost_on_untouched_words_stands_beside_a_figure() -> None:
 def curve(plot: Plot, meta: dict[str, Any]) -> dict[str, Any]:
     (found,) = [trace for trace in plot.data if trace["meta"] == meta]
     return found
-
-
-@pytest.mark.parametrize(("layer", "percent"), [("0", [41.0, 21.0]), ("1", [31.0, 11.0]), ("all", [36.0, 16.0])])
-def test_fluctuation_is_a_mean_over_seeds_at_the_step_of_the_later_snapshot(layer: str, percent: list[float]) -> None:
-    found = curve(fluctuation(parse(stored())), {"router": 1, "layer": layer})
-    assert found["x"] == [8, 12]
-    assert found["y"] == pytest.approx(percent)
-
-
-def test_seeds_with_other_snapshots_keep_their_own_steps() -> None:
-    content = stored(["smoe"], seeds=2)
-    content["cells"][1]["snapshots"]["steps"] = [4, 6, 12]
-    found = curve(fluctuation(parse(content)), {"router": 0, "layer": "0"})
-    assert found["x"] == [6, 8, 12]
-    assert found["y"] == pytest.approx([41.0, 40.0, 20.5])
-
-
-def test_one_snapshot_has_nothing_to_fluctuate_from() -> None:
-    content = stored(["smoe"], seeds=1)
-    snapshots = content["cells"][0]["snapshots"]
-    snapshots["steps"] = [12]
-    for layer in snapshots["layers"]:
-        layer.update(fluctuation=[], graphs=layer["graphs"][:1])
-    assert fluctuation(parse(content)).data == []
 
 
 def test_consistency_has_a_mean_for_each_layer_and_the_range_of_the_seeds() -> None:

@@ -7,7 +7,8 @@ import pytest
 from report.stored import by_column, difference, parse, stored, stored_costs, stored_images
 from wording import mentions
 
-from holdfast.report.comparison_page import render, verdict
+from holdfast.report import render
+from holdfast.report.comparison_page import verdict
 from holdfast.report.comparison_tables import main_table
 from holdfast.report.page_shell import listed
 from holdfast.report.plots import differences

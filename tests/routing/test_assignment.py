@@ -8,13 +8,8 @@ import torch
 from balanced_references import best_assignment
 from torch import Tensor
 
-from holdfast.routing import assignment
-from holdfast.routing.assignment import STEPS, assign_balanced, auction, steps
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
+from holdfast.routing import transport
+from holdfast.routing.transport import STEPS, assign_balanced, auction, steps
 
 
 def check_balanced(chosen: Tensor, k: int) -> None:
@@ -86,7 +81,7 @@ def test_all_experts_are_taken_if_a_token_takes_them_all() -> None:
 
 
 def test_groups_of_a_large_batch_are_balanced_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assignment, "MOST_TOKENS", 40)
+    monkeypatch.setattr(transport, "MOST_TOKENS", 40)
     for tokens, experts, k in ((163, 7, 2), (90, 16, 1), (41, 5, 3)):
         scores = torch.randn(tokens, experts) + torch.linspace(2, 0, experts)
         chosen = auction(scores, k)

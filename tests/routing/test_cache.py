@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from wording import assert_refused
 
 import holdfast
 from holdfast.routing import Context, RouterCache
@@ -27,5 +28,4 @@ def test_rows_accumulate_and_follow_the_sequences() -> None:
 @pytest.mark.parametrize(("name", "options"), [("capacity", {}), ("softmoe", {}), ("similarity", {"causal": False})])
 def test_a_router_that_cannot_decode_refuses_a_cache(name: str, options: dict[str, Any]) -> None:
     router = holdfast.create_router(name, dim=16, experts=8, **options).eval()
-    with pytest.raises(ValueError, match="cacheable=False"):
-        router(torch.randn(2, 3, 16), Context(causal=True, cache=RouterCache()))
+    assert_refused("cacheable=False", router, torch.randn(2, 3, 16), Context(causal=True, cache=RouterCache()))

@@ -48,7 +48,6 @@ def algorithm_1(
 @pytest.mark.parametrize("normalize", ["row", "conditional"])
 @pytest.mark.parametrize("init", ["zero", "identity", "uniform", "kaiming", "xavier"])
 def test_the_graph_follows_algorithm_1(init: str, normalize: str, decay: bool) -> None:
-    torch.manual_seed(0)
     graph = ExpertGraph(6, 2, beta=0.8, init=init, normalize=normalize, decay_unused=decay)  # type: ignore[arg-type]
     start = graph.graph.clone()
     batches = [torch.randn(2, 5, 6) for _ in range(4)]
@@ -64,23 +63,7 @@ def test_the_graph_follows_algorithm_1(init: str, normalize: str, decay: bool) -
     )
 
 
-def test_row_normalisation_makes_rows_sum_to_one_in_the_long_run() -> None:
-    torch.manual_seed(0)
-    learned = learn(ExpertGraph(6, 3), [torch.randn(4, 50, 6) for _ in range(100)])
-    torch.testing.assert_close(learned.sum(1), torch.ones(6), atol=1e-3, rtol=0)
-
-
-def test_conditional_gates_sum_to_k() -> None:
-    torch.manual_seed(0)
-    graph = ExpertGraph(6, 3, normalize="conditional")
-    learn(graph, [torch.randn(4, 50, 6) for _ in range(100)])
-    logits = torch.randn(1, 20, 6)
-    gates = graph(logits.softmax(-1), logits, logits, Context())
-    torch.testing.assert_close(gates.sum(-1), torch.full((1, 20), 3.0), atol=1e-2, rtol=0)
-
-
 def test_a_sinkhorn_graph_is_symmetric_and_doubly_stochastic_from_the_start() -> None:
-    torch.manual_seed(0)
     graph = ExpertGraph(8, 2, normalize="sinkhorn")
     assert torch.equal(graph.graph, torch.eye(8))
     for _ in range(5):
@@ -103,7 +86,6 @@ def test_a_threshold_makes_the_graph_sparse() -> None:
 
 
 def test_with_k_1_and_identity_init_symphony_is_the_plain_router() -> None:
-    torch.manual_seed(0)
     plain = holdfast.create_router("smoe", dim=16, experts=6, k=1, weights="switch")
     symphony = holdfast.create_router("symphony", dim=16, experts=6, k=1, init="identity")
     symphony.score.load_state_dict(plain.score.state_dict())
@@ -116,7 +98,6 @@ def test_with_k_1_and_identity_init_symphony_is_the_plain_router() -> None:
 
 
 def test_a_zero_graph_gives_zero_weights_for_one_batch_and_no_nan() -> None:
-    torch.manual_seed(0)
     layer = holdfast.MoE(holdfast.create_router("symphony", dim=16, experts=6), holdfast.Experts(16, 8, 6))
     layer.router.losses = holdfast.Losses(balance=1.0, importance=1.0, load=1.0, z=1.0, entropy=1.0)
     tokens = torch.randn(2, 9, 16, requires_grad=True)
@@ -129,7 +110,6 @@ def test_a_zero_graph_gives_zero_weights_for_one_batch_and_no_nan() -> None:
 
 @pytest.mark.parametrize("noise", [{"noise": "gaussian", "noise_std": 0.0}, {"noise": "gumbel"}])
 def test_noise_keeps_the_sum_of_the_gates_also_of_a_zero_graph(noise: dict[str, Any]) -> None:
-    torch.manual_seed(0)
     router, tokens = holdfast.create_router("symphony", dim=16, experts=6, **noise), torch.randn(2, 40, 16)
     assert torch.equal(router(tokens).weights, torch.zeros(80, 2))
     for _ in range(3):

@@ -8,6 +8,7 @@ import torch
 from router_names import needed
 from test_router_training import COMBINATIONS, context_for
 from torch import Tensor
+from wording import assert_refused
 
 import holdfast
 from holdfast import Context, Experts, Losses, MoE
@@ -86,8 +87,7 @@ def test_tokens_of_any_size_are_routed_or_refused(name: str, dtype: torch.dtype)
         x = (torch.randn(2, 9, 16).clamp(-3, 3) * scale).to(dtype).requires_grad_()
         context = context_for(x.detach().float(), 8)
         if name == "attention" and scale > 1:
-            with pytest.raises(ValueError, match=r"router: .*NaN"):
-                router(x, context)
+            assert_refused(r"router: .*NaN", router, x, context)
             continue
         context = context if name == "attention" else replace(context, attention=None)
         for _ in range(2):
@@ -102,7 +102,6 @@ def test_tokens_of_any_size_are_routed_or_refused(name: str, dtype: torch.dtype)
 @pytest.mark.parametrize("scale", [1e19, 1e37])
 def test_similarity_of_huge_tokens_is_the_limit(scale: float) -> None:
     """Each token takes the gates of the one that its product is largest with, and no gradient passes the comparison."""
-    torch.manual_seed(0)
     tokens = torch.randn(2, 9, 16).clamp(-3, 3)
     router = holdfast.create_router("similarity", dim=16, experts=8).eval()
     nearest = (tokens.double() @ tokens.double().mT).masked_fill(torch.ones(9, 9).triu(1).bool(), -torch.inf).argmax(-1)
@@ -113,7 +112,6 @@ def test_similarity_of_huge_tokens_is_the_limit(scale: float) -> None:
 
 @pytest.mark.parametrize("scale", [1e10, 1e19, 1e37])
 def test_cosine_scores_do_not_depend_on_the_length(scale: float) -> None:
-    torch.manual_seed(0)
     router = holdfast.create_router("xmoe", dim=16, experts=8).eval()
     tokens = torch.randn(2, 9, 16).clamp(-3, 3)
     torch.testing.assert_close(router(tokens * scale).logits, router(tokens).logits, atol=1e-5, rtol=1e-5)

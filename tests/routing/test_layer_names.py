@@ -1,9 +1,10 @@
 """Router names with layers: how they are split, which layer gets which router, and the sentences for mistakes."""
 
 import pytest
+from wording import assert_refused
 
 from holdfast.routing.grammar import split_routers
-from holdfast.routing.layer_names import (
+from holdfast.routing.presets import (
     LayerRouter,
     preset_names,
     resolve_layers,
@@ -81,31 +82,26 @@ def test_options_by_keyword_go_to_the_routers_that_have_them() -> None:
         ("ac@1|smooth|smoe", "has two routers without @"),
         ("ac@1|", "unknown router ''"),
         ("ac@1|smoth", "unknown router 'smoth': did you mean 'smooth'"),
-        ("ac[tau=2]@1|smoe", "unknown option 'tau'.* for router 'ac'"),
+        ("ac[tau=2]@1|smoe", "router 'ac': unknown option 'tau'"),
         ("native@1|smoe", "unknown router 'native'"),
     ],
 )
 def test_a_mistake_is_one_sentence(written: str, sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence) as caught:
-        routers_by_layer(resolve_layers(written), 4)
-    assert "\n" not in str(caught.value)
+    assert_refused(sentence, lambda: routers_by_layer(resolve_layers(written), 4))
 
 
 def test_odd_layers_of_a_model_with_one_layer_are_an_error() -> None:
-    with pytest.raises(ValueError, match="'ac@odd' names no layer: there is only layer 0"):
-        routers_by_layer(resolve_layers("ac@odd"), 1)
+    assert_refused("'ac@odd' names no layer: there is only layer 0", routers_by_layer, resolve_layers("ac@odd"), 1)
 
 
 def test_an_option_that_no_router_of_the_name_has_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"unknown option 'budgt': did you mean 'budget' for router 'ac@1.smooth@2'"):
+    with pytest.raises(ValueError, match=r"router 'ac@1.smooth@2': unknown option 'budgt': did you mean 'budget'\?"):
         resolve_layers("ac@1|smooth@2", {"budgt": 0.5})
-    with pytest.raises(ValueError, match="the option budget is given twice"):
-        resolve_layers("ac@1|smooth[budget=1]@2", {"budget": 0.5})
+    assert_refused("the option budget is given twice", resolve_layers, "ac@1|smooth[budget=1]@2", {"budget": 0.5})
 
 
 def test_a_k_in_brackets_and_by_keyword_is_an_error_for_a_name_without_layers() -> None:
-    with pytest.raises(ValueError, match="the option k is given twice"):
-        resolve_layers("smoe[k=3]", k=2)
+    assert_refused("the option k is given twice", resolve_layers, "smoe[k=3]", k=2)
 
 
 @pytest.mark.parametrize(
@@ -134,12 +130,5 @@ def test_the_names_that_a_router_uses_are_found_in_all_its_layers() -> None:
     assert preset_names("xmoe+ac[mix=2]") == ["xmoe", "ac"]
 
 
-@pytest.mark.parametrize("name", ["a|b", "a@b", "a+b"])
-def test_no_router_may_have_a_character_of_the_grammar_in_its_name(name: str) -> None:
-    with pytest.raises(ValueError, match="cannot be the name of a router"):
-        Preset(name, "", "")
-
-
 def test_a_misspelt_family_is_an_error() -> None:
-    with pytest.raises(ValueError, match="unknown family of routers 'robst': did you mean 'robust'"):
-        Preset("mine", "", "", family="robst")
+    assert_refused("unknown family of routers 'robst': did you mean 'robust'", Preset, "mine", "", "", family="robst")

@@ -131,8 +131,7 @@ def test_values_in_padding_change_nothing_in_evaluation_with_gradients(name: str
 def test_values_in_padding_change_nothing_in_a_compiled_layer() -> None:
     torch.compiler.reset()
     got, expected = outcome("symphony with similarity", torch.nan, compiled=True), outcome("symphony with similarity", 0.0)
-    for key, value in expected.items():
-        torch.testing.assert_close(got[key], value, msg=key)
+    torch.testing.assert_close(got, expected)
 
 
 @pytest.mark.parametrize("name", holdfast.list_routers())
@@ -165,15 +164,3 @@ def test_padding_that_can_be_computed_with_is_a_token_like_others() -> None:
     out, _ = module(broken.flatten(0, 1), Context(token_mask=REAL.view(1, -1)))
     torch.testing.assert_close(out[:-10], without.flatten(0, 1)[:-10])
     assert out.isfinite().all()
-
-
-@pytest.mark.parametrize("name", ["smoe", "similarity", "smooth"])
-def test_a_mask_without_a_real_token_is_refused_and_a_sequence_without_one_is_not(name: str) -> None:
-    router = holdfast.create_router(name, dim=DIM, experts=EXPERTS)
-    tokens, mask = torch.randn(3, 9, DIM), torch.zeros(3, 9, dtype=torch.bool)
-    with pytest.raises(ValueError, match="marks all 27 tokens of the batch as padding"):
-        router(tokens, Context(token_mask=mask))
-    mask[1, 2] = True
-    assert router(tokens, Context(token_mask=mask)).weights.isfinite().all()
-    empty = router(tokens[:, :0], Context(token_mask=mask[:, :0]))
-    assert empty.experts.shape[0] == 0

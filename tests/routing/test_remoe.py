@@ -11,9 +11,8 @@ from ranks import on_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import holdfast
 from holdfast import Context, Experts, MoE, create_router
-from holdfast.routing import ReLU, Router, join_routers
+from holdfast.routing import Router, join_routers
 from holdfast.testing import check_router
 
 
@@ -42,7 +41,6 @@ class Stack(nn.Module):
 
 
 def test_the_load_weighted_penalty_is_that_of_the_paper() -> None:
-    torch.manual_seed(0)
     built = create_router("remoe", dim=8, experts=5, k=2, penalty="load", l1=0.3)
     tokens = torch.randn(2, 9, 8, requires_grad=True)
     mask = torch.rand(2, 9) < 0.7
@@ -53,26 +51,12 @@ def test_the_load_weighted_penalty_is_that_of_the_paper() -> None:
         share = 5 / (2 * int(real.sum())) * int((gates[real, expert] > 0).sum())
         expected = expected + share * gates[real, expert].sum() / int(real.sum())
     torch.testing.assert_close(routing.losses["l1"], 0.3 * expected)
-    for mine, naive in zip(
-        torch.autograd.grad(routing.losses["l1"], [tokens, *built.parameters()], retain_graph=True),
-        torch.autograd.grad(0.3 * expected, [tokens, *built.parameters()]),
-        strict=True,
-    ):
-        torch.testing.assert_close(mine, naive)
-
-
-def test_at_a_balanced_load_of_k_both_penalties_are_equal() -> None:
-    logits = torch.eye(4).roll(1, 0) + torch.eye(4) - 0.5  # each token has two experts, each expert two tokens
-    losses = []
-    for penalty in ("uniform", "load"):
-        select = ReLU(4, 2, l1=0.3, penalty=penalty)  # type: ignore[arg-type]
-        scores = holdfast.routing.Scores(logits[None], logits[None].relu(), informed=False)
-        losses.append(select(scores, torch.zeros(1, 4, 4), Context()).losses["l1"])
-    torch.testing.assert_close(*losses)
+    wanted = [tokens, *built.parameters()]
+    found = torch.autograd.grad(routing.losses["l1"], wanted, retain_graph=True)
+    torch.testing.assert_close(found, torch.autograd.grad(0.3 * expected, wanted))
 
 
 def test_the_penalty_is_off_during_the_warm_up_and_saved_with_it() -> None:
-    torch.manual_seed(0)
     built, tokens = create_router("remoe[warmup=0.25, l1=0.5]", dim=8, experts=6, k=1), torch.randn(2, 40, 8)
     for fraction, enforced in ((0.0, False), (0.2, False), (0.25, True), (0.9, True)):
         built.progress(fraction)
@@ -94,11 +78,6 @@ def test_after_the_warm_up_it_conforms() -> None:
         return built
 
     assert not check_router(build, only=["no inert coefficient", "save and load", "activation checkpointing"]).skipped
-
-
-def test_old_saved_models_still_load() -> None:
-    """The default options add nothing to the state."""
-    assert {*ReLU(4, 2).state_dict()} == {"pending", "l1", "staged_active", "staged_tokens"}
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -158,11 +137,10 @@ def test_a_shared_coefficient_compiles_to_one_graph() -> None:
             torch.manual_seed(step)
             _, loss = run(torch.randn(2, 9, 8))
         outcomes.append((loss.detach(), torch.tensor(stack.eval().coefficients)))
-    for eager, graph in zip(*outcomes, strict=True):
-        torch.testing.assert_close(eager, graph)
+    torch.testing.assert_close(*outcomes)
 
 
 @pytest.mark.slow
 def test_two_processes_equal_one() -> None:
-    script = Path(__file__).with_name("remoe_on_ranks.py")
-    assert on_ranks(script, "2") == on_ranks(script, "1", processes=1)
+    script = Path(__file__).with_name("learning_on_ranks.py")
+    assert on_ranks(script, "2", "remoe") == on_ranks(script, "1", "remoe", processes=1)

@@ -5,13 +5,8 @@ import torch
 
 from holdfast import Context, create_router
 from holdfast.certificates import certify
-from holdfast.routing import Cosine, Frozen, Linear
-
-
-def test_cosine_scores_ignore_the_length_of_a_token() -> None:
-    score, tokens = Cosine(16, 8), torch.randn(1, 5, 16)
-    torch.testing.assert_close(score(tokens, Context()), score(7 * tokens, Context()))
-    assert score(tokens, Context()).abs().max() <= 1 / 0.07 + 1e-4
+from holdfast.routing import Cosine, Frozen, Linear, TwoLayer
+from holdfast.routing.declarations import NoCertificate
 
 
 @pytest.mark.parametrize(("experts", "width"), [(4, 8), (16, 8), (64, 32)])
@@ -37,6 +32,17 @@ def test_a_bias_of_frozen_scores_is_random_and_not_trained_and_certificates_know
     assert torch.equal(router(moved).chosen, router(tokens).chosen)
 
 
+def test_scores_of_a_network_start_as_large_as_linear_ones_and_have_no_certificate() -> None:
+    tokens = torch.randn(4, 1000, 64)
+    sizes = [float(score(tokens, Context()).detach().std()) for score in (Linear(64, 32), TwoLayer(64, 32))]
+    assert sizes == pytest.approx([3**-0.5, 3**-0.5], rel=0.1)
+    router = create_router("mlp[hidden=24]", dim=64, experts=8).eval()
+    assert isinstance(router.score, TwoLayer) and router.score.hidden.shape == (24, 64)
+    with pytest.raises(NoCertificate, match="no certificate is known for TwoLayer: it declares no order"):
+        certify(router, tokens[:1, :5])
+    assert TwoLayer(16, 8).weight.shape == (8, 32)
+
+
 def test_a_zero_token_gets_equal_finite_scores() -> None:
-    for score in (Linear(16, 8), Frozen(16, 8), Cosine(16, 8)):
+    for score in (Linear(16, 8), Frozen(16, 8), Cosine(16, 8), TwoLayer(16, 8)):
         assert torch.equal(score(torch.zeros(1, 1, 16), Context()), torch.zeros(1, 1, 8))

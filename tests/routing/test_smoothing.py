@@ -1,7 +1,5 @@
 """Smooth top-k: its formula, its continuity, and both ways to set the strip's width."""
 
-import math
-
 import pytest
 import torch
 from tiers import quick_or_slow
@@ -22,31 +20,17 @@ def train(router: holdfast.Router, batches: int, tokens: int = 256) -> list[floa
     return active
 
 
-def test_s_is_what_the_paper_says() -> None:
-    u = torch.linspace(-0.2, 1.2, 141, dtype=torch.float64)
-    eps = 0.3
-    fade, in_strip = strip_fade(((1 - u) * eps).float(), torch.tensor(eps))
-    for value, got, inside in zip(u.tolist(), fade.tolist(), in_strip.tolist(), strict=True):
-        if abs(value) > 1e-6:
-            assert inside == (value > 0)
-        if 1e-6 < value < 1 - 1e-6:
-            assert got == pytest.approx(math.log(value / (value + (1 - value) ** 50)), rel=1e-4, abs=1e-6)
-        elif value >= 1:
-            assert got == pytest.approx(0, abs=1e-6)
-
-
 @pytest.mark.parametrize(("a", "b"), [(1, 50), (2.5, 7), (0.5, 3), (3, 1)])
-def test_s_has_the_exponents_asked_for(a: float, b: float) -> None:
-    u = torch.linspace(0.01, 0.99, 99)
-    fade, in_strip = strip_fade(1 - u, torch.tensor(1.0), Powers(a, b))
-    assert in_strip.all()
-    torch.testing.assert_close(
-        fade.double(), (u.double() ** a / (u.double() ** a + (1 - u.double()) ** b)).log(), atol=1e-5, rtol=1e-4
-    )
+def test_s_is_what_the_paper_says_with_any_exponents(a: float, b: float) -> None:
+    u, eps = torch.linspace(-0.205, 1.195, 141, dtype=torch.float64), 0.3
+    fade, in_strip = strip_fade(((1 - u) * eps).float(), torch.tensor(eps), Powers(a, b))
+    assert torch.equal(in_strip, u > 0)
+    inside = u[in_strip].clamp_max(1)  # beyond the strip S stays 0
+    expected = (inside**a / (inside**a + (1 - inside) ** b)).log()
+    torch.testing.assert_close(fade[in_strip].double(), expected, atol=1e-5, rtol=1e-4)
 
 
 def test_the_exponents_of_a_strip_change_weights_and_not_experts() -> None:
-    torch.manual_seed(0)
     usual, other = (
         holdfast.create_router("smooth", dim=16, experts=8, eps=0.5, a=a, b=b).eval() for a, b in ((1.0, 50.0), (2.0, 5.0))
     )
@@ -64,25 +48,17 @@ def test_eta_starts_where_told(options: dict[str, float], start: float) -> None:
     torch.testing.assert_close(select.eps(), torch.nn.functional.softplus(torch.tensor(start)))
 
 
-def test_eps_0_is_top_k() -> None:
-    torch.manual_seed(0)
-    plain, smooth = (holdfast.create_router(name, dim=16, experts=8) for name in ("smoe", "smooth"))
-    smooth.score.load_state_dict(plain.score.state_dict())
-    tokens = torch.randn(2, 50, 16)
-    expected, got = plain.eval()(tokens), smooth.eval()(tokens)
-    assert torch.equal(got.experts[:, :2], expected.experts) and (got.experts[:, 2:] == 8).all()
-    torch.testing.assert_close(got.weights[:, :2], expected.weights)
-
-
-def test_a_small_eps_tends_to_top_k() -> None:
-    torch.manual_seed(0)
+@pytest.mark.parametrize("eps", [0.0, 1e-6])
+def test_an_eps_of_0_is_top_k_and_a_small_one_nearly(eps: float) -> None:
     plain, smooth = (
         holdfast.create_router("smoe", dim=16, experts=8),
-        holdfast.create_router("smooth", dim=16, experts=8, eps=1e-6),
+        holdfast.create_router("smooth", dim=16, experts=8, eps=eps),
     )
     smooth.score.load_state_dict(plain.score.state_dict())
     tokens = torch.randn(2, 500, 16)
-    assert torch.equal(smooth.eval()(tokens).chosen, plain.eval()(tokens).chosen)
+    expected, got = plain.eval()(tokens), smooth.eval()(tokens)
+    assert torch.equal(got.chosen, expected.chosen)
+    torch.testing.assert_close(got.dense_weights, expected.dense_weights)
 
 
 def jumps(layer: MoE, tokens: Tensor, k: int) -> Tensor:
@@ -116,7 +92,6 @@ class DoubleLinear(holdfast.routing.Linear):
 @pytest.mark.parametrize(("a", "b"), [(1.0, 50.0), (1.5, 4.0), (3.0, 1.0)])
 def test_smooth_is_continuous_and_plain_top_k_is_not(a: float, b: float) -> None:
     """Over 1,000 crossings of order 1, at the eps that a budget of 0.5 gives, whatever the exponents."""
-    torch.manual_seed(0)
     dim, experts, k = 32, 16, 2
     smooth = holdfast.create_router("smooth", dim=dim, experts=experts, k=k, a=a, b=b)
     train(smooth, 5, 4096)
@@ -187,7 +162,6 @@ def test_the_strip_of_a_token_with_too_many_ends_at_the_next_so_nothing_jumps() 
 )
 def test_the_quantile_control_holds_the_budget(name: str, budget: float) -> None:
     """Within 0.05 of k + budget after 200 steps in which the router itself learns."""
-    torch.manual_seed(0)
     layer = MoE(holdfast.create_router(name, dim=16, experts=8, budget=budget), Experts(16, 16, 8))
     optimizer = torch.optim.Adam(layer.parameters(), lr=1e-3)
     active, matrix = [], torch.randn(16, 16)
@@ -202,7 +176,6 @@ def test_the_quantile_control_holds_the_budget(name: str, budget: float) -> None
 
 
 def test_the_first_batch_sets_the_width_to_its_quantile() -> None:
-    torch.manual_seed(0)
     select = SmoothTopK(8, 2, budget=0.5)
     logits = torch.randn(2, 50, 8)
     real = torch.ones(2, 50, dtype=torch.bool)
@@ -219,7 +192,6 @@ def test_the_first_batch_sets_the_width_to_its_quantile() -> None:
 
 def test_the_first_batch_with_a_gap_sets_the_width_after_a_zero_graph() -> None:
     """At step 0 of symphony all gates are 0 and all experts tie: that is no gap to remember."""
-    torch.manual_seed(0)
     router, tokens = holdfast.create_router("symphony+smooth", dim=16, experts=8), torch.randn(4, 128, 16)
     widths = []
     for _ in range(4):
@@ -231,7 +203,6 @@ def test_the_first_batch_with_a_gap_sets_the_width_after_a_zero_graph() -> None:
 
 @pytest.mark.parametrize(("budget", "expected"), [(0.0, 2.0), (6.0, 8.0), (99.0, 8.0)])
 def test_budgets_of_nothing_and_of_everything(budget: float, expected: float) -> None:
-    torch.manual_seed(0)
     router = holdfast.create_router("smooth", dim=16, experts=8, budget=budget)
     assert sum(train(router, 30)[10:]) / 20 == pytest.approx(expected, abs=0.02)
     everyone = holdfast.create_router("smooth", dim=16, experts=8, k=8)
@@ -239,7 +210,6 @@ def test_budgets_of_nothing_and_of_everything(budget: float, expected: float) ->
 
 
 def test_the_boundary_loss_steers_eps_towards_the_budget() -> None:
-    torch.manual_seed(0)
     for start, target in ((2.0, "down"), (1e-3, "up")):
         router = holdfast.create_router("smooth", dim=16, experts=8, control="loss", eps=start)
         before = float(router.select.eps().detach())  # type: ignore[operator]
@@ -252,16 +222,7 @@ def test_the_boundary_loss_steers_eps_towards_the_budget() -> None:
         assert after < before if target == "down" else after > before
 
 
-def test_the_boundary_loss_is_alpha_eps_times_the_excess() -> None:
-    torch.manual_seed(0)
-    router = holdfast.create_router("smooth", dim=16, experts=8, control="loss", eps=0.5, alpha=3.0)
-    routing = router(torch.randn(2, 128, 16))
-    active = routing.used.sum(-1).float().mean()
-    torch.testing.assert_close(routing.losses["boundary"], 3 * 0.5 * (active - 2.5), rtol=1e-4, atol=1e-5)
-
-
 def test_annealing_ends_in_hard_top_k() -> None:
-    torch.manual_seed(0)
     router = holdfast.create_router("smooth", dim=16, experts=8, anneal=True)
     seen = {}
     for fraction in (0.0, 0.5, 0.625, 0.75, 1.0):
@@ -276,7 +237,6 @@ def test_annealing_ends_in_hard_top_k() -> None:
 
 
 def test_hard_inference_is_hard_only_in_evaluation() -> None:
-    torch.manual_seed(0)
     router = holdfast.create_router("smooth", dim=16, experts=8, inference="hard", eps=0.5)
     tokens = torch.randn(2, 64, 16)
     assert router(tokens).used.sum() > 2 * 128

@@ -119,8 +119,7 @@ def test_a_compiled_backward_reads_the_state_that_its_forward_saw() -> None:
         run = torch.compile(built, fullgraph=True) if compiled else built
         batches = [torch.randn(2, 5, 4, requires_grad=True) for _ in range(3)]
         gradients.append([torch.autograd.grad(run(batch).loss, batch)[0] for batch in batches])
-    for ours, theirs in zip(*gradients, strict=True):
-        torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(*gradients)
 
 
 def test_a_backward_after_the_next_forward_still_works() -> None:

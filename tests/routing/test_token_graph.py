@@ -7,6 +7,7 @@ import pytest
 import torch
 from references import posterior, similar
 from torch import Tensor
+from wording import assert_refused
 
 import holdfast
 from holdfast import Context
@@ -23,9 +24,16 @@ def attention(
     return Attention(query, key, value, torch.nn.Linear(heads * 3, 12, bias=bias), torch.randn(2, length, 12), mask)
 
 
+PADDED = torch.tensor([[False] * 3 + [True] * 8, [True] * 8 + [False] * 3])
+
+
+def padded_to(length: int) -> Tensor:
+    """A mask whose second sequence has this many tokens before its padding."""
+    return torch.arange(11) < torch.tensor([[11], [length]])
+
+
 def test_a_small_tau_is_the_plain_router_when_tokens_have_one_length() -> None:
     """A token is then most similar to itself."""
-    torch.manual_seed(0)
     tokens = torch.nn.functional.normalize(torch.randn(2, 30, 16), dim=-1)
     plain, similar = (
         holdfast.create_router("smoe", dim=16, experts=6),
@@ -35,13 +43,6 @@ def test_a_small_tau_is_the_plain_router_when_tokens_have_one_length() -> None:
     expected, got = plain.eval()(tokens), similar.eval()(tokens, Context(causal=True))
     assert torch.equal(got.experts, expected.experts)
     torch.testing.assert_close(got.weights, expected.weights)
-
-
-def test_equal_tokens_share_the_mean_of_their_gates() -> None:
-    gates = torch.rand(1, 5, 4)
-    tokens = torch.ones(1, 5, 8)
-    mixed = Similarity(8)(gates, gates, tokens, Context())
-    torch.testing.assert_close(mixed, gates.mean(1, keepdim=True).expand_as(gates))
 
 
 def test_without_attention_the_routers_own_input_is_compared() -> None:
@@ -88,18 +89,6 @@ def test_packed_documents_are_separated_without_captured_attention() -> None:
     assert torch.equal(got, expected)
     alone = informer(gates[:, 4:], gates[:, 4:], tokens[:, 4:], Context(causal=True))
     torch.testing.assert_close(got[:, 4:], alone)
-
-
-@pytest.mark.parametrize("key_heads", [4, 2, 1])
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
-@pytest.mark.parametrize("head", [0, 3])
-def test_the_posterior_handles_grouped_keys_and_an_output_bias(key_heads: int, bias: bool, head: int) -> None:
-    informer = AttentionPosterior(12, heads=4).eval()
-    informer.entropy.copy_(torch.ones(4)).index_fill_(0, torch.tensor([head]), 0.5)
-    gates, tokens = torch.rand(2, 11, 5), torch.zeros(2, 11, 12)
-    context = Context(causal=True, attention=attention(key_heads=key_heads, bias=bias))
-    expected = posterior(informer, gates, gates, tokens, context)
-    torch.testing.assert_close(informer(gates, gates, tokens, context), expected, atol=1e-5, rtol=1e-4)
 
 
 def test_an_additive_mask_means_what_a_bool_mask_means() -> None:
@@ -159,14 +148,12 @@ def test_a_mask_that_only_broadcasts_lets_no_future_in_and_survives_blocks(
 
 @pytest.mark.parametrize("name", INFORMERS)
 def test_a_mask_of_integers_is_one_clear_sentence(name: str) -> None:
-    with pytest.raises(ValueError, match=r"torch\.int64.*bool"):
-        later_tokens_matter(INFORMERS[name](), torch.ones(11, 11).tril().long())
+    assert_refused(r"torch\.int64.*bool", later_tokens_matter, INFORMERS[name](), torch.ones(11, 11).tril().long())
 
 
 @pytest.mark.parametrize("name", INFORMERS)
 def test_nan_in_padding_reaches_no_real_token(name: str) -> None:
-    real = torch.ones(2, 11, dtype=torch.bool)
-    real[1, 8:] = False
+    real = padded_to(8)
     given, gates = attention(), torch.rand(2, 11, 5)
 
     def poison(x: Tensor) -> Tensor:
@@ -204,8 +191,7 @@ def test_padding_keeps_its_own_gates_and_gradients_stay_finite(name: str, left: 
 def test_the_running_entropy_is_that_of_the_attention_and_the_lowest_head_is_taken(causal: bool, padded: bool) -> None:
     informer = AttentionPosterior(12, heads=4)
     given = attention()
-    real = torch.ones(2, 11, dtype=torch.bool)
-    real[1, 8:] = not padded
+    real = padded_to(8 if padded else 11)
     context = Context(causal=causal, token_mask=real if padded else None, attention=given)
     means = []
     for factor in (1.0, 3.0):
@@ -222,8 +208,29 @@ def test_the_running_entropy_is_that_of_the_attention_and_the_lowest_head_is_tak
     torch.testing.assert_close(informer.entropy, 0.9 * means[0] + 0.1 * means[1])
 
 
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("padded", [True, False], ids=["padded", "unpadded"])
+def test_batch_statistics_take_the_head_with_the_lowest_entropy_of_these_tokens(padded: bool, training: bool) -> None:
+    given, gates, tokens = attention(), torch.rand(2, 11, 5), torch.zeros(2, 11, 12)
+    real = padded_to(3 if padded else 11)
+    taken = set()
+    for sharpened in range(4):  # a head with larger queries attends to fewer tokens
+        factors = torch.ones(4, 1, 1).index_fill(0, torch.tensor([sharpened]), 8.0)
+        sharp = replace(given, query=given.query * factors)
+        scores = sharp.query @ sharp.key.transpose(2, 3) / 3**0.5
+        allowed = torch.ones(11, 11).tril().bool() & real[:, None, None, :]
+        entropies = torch.special.entr(scores.masked_fill(~allowed, -torch.inf).softmax(-1)).sum(-1).transpose(1, 2)
+        running = AttentionPosterior(12, heads=4).eval()
+        running.entropy.copy_(entropies[real].mean(0))
+        context = Context(causal=True, token_mask=real if padded else None, attention=sharp)
+        batch = AttentionPosterior(12, heads=4, stats="batch").train(training)
+        assert torch.equal(batch(gates, gates, tokens, context), running(gates, gates, tokens, context))
+        assert not any("entrop" in name for name, _ in batch.named_buffers())
+        taken.add(int(running.entropy.argmin()))
+    assert taken == {0, 1, 2, 3}
+
+
 def test_entropies_of_long_sequences_use_some_blocks_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
     query, key = torch.randn(2, 2, 300, 4), torch.randn(2, 2, 300, 4)
     given = Attention(query, key, key, torch.nn.Linear(8, 12), torch.randn(2, 300, 12))
     real = torch.rand(2, 300) < 0.7
@@ -237,17 +244,10 @@ def test_entropies_of_long_sequences_use_some_blocks_of_tokens(monkeypatch: pyte
     torch.testing.assert_close(informer.entropy, torch.special.entr(weights).sum(-1).transpose(1, 2)[seen].mean(0))
 
 
-def test_the_non_causal_option_does_not_declare_causality() -> None:
-    traits = holdfast.create_router("similarity", dim=8, experts=4, causal=False).traits
-    assert not traits.causal and not traits.cacheable and traits.batch_invariant and traits.sequence_aware
-
-
 def test_an_attention_that_is_missing_or_does_not_fit_is_one_clear_sentence() -> None:
     router = holdfast.create_router("attention", dim=12, experts=4, heads=3)
-    with pytest.raises(ValueError, match="attention"):
-        router(torch.randn(2, 11, 12))
-    with pytest.raises(ValueError, match=r"4 heads.* 3"):
-        router(torch.randn(2, 11, 12), Context(attention=attention()))
+    assert_refused("attention", router, torch.randn(2, 11, 12))
+    assert_refused(r"4 heads.* 3", router, torch.randn(2, 11, 12), Context(attention=attention()))
 
 
 @pytest.mark.parametrize("name", ["similarity", "attention"])
@@ -282,7 +282,6 @@ def test_the_defaults_compare_tokens_at_the_root_of_their_width() -> None:
 
 
 def test_rows_of_the_matrices_have_the_variance_of_the_specification() -> None:
-    torch.manual_seed(0)
     informer = Similarity(400, rank=100, form="bilinear")
     for matrix in (informer.reduce, informer.reduce_keys):
         assert matrix is not None and float(matrix.detach().std()) == pytest.approx(400**-0.5, rel=0.02)
@@ -290,14 +289,11 @@ def test_rows_of_the_matrices_have_the_variance_of_the_specification() -> None:
 
 def informed(informer: TokenGraph, gates: Tensor, logits: Tensor, tokens: Tensor, *leaves: Tensor) -> list[Tensor]:
     """What the informer returns in a causal, padded context, and the gradients of the leaves."""
-    real = torch.ones(2, 11, dtype=torch.bool)
-    real[1, 9:] = False
-    got = informer(gates, logits, tokens, Context(causal=True, token_mask=real, attention=attention()))
+    got = informer(gates, logits, tokens, Context(causal=True, token_mask=padded_to(9), attention=attention()))
     return [got, *torch.autograd.grad(got.sin().sum(), leaves)]
 
 
 def test_bilinear_with_equal_matrices_is_symmetric() -> None:
-    torch.manual_seed(0)
     symmetric, bilinear = Similarity(12, rank=4), Similarity(12, rank=4, form="bilinear")
     assert symmetric.reduce is not None and bilinear.reduce is not None and bilinear.reduce_keys is not None
     with torch.no_grad():
@@ -314,7 +310,6 @@ def test_bilinear_with_equal_matrices_is_symmetric() -> None:
 @pytest.mark.parametrize("name", ["similarity", "attention"])
 def test_tokens_of_equal_entropy_are_all_informed_by_all(name: str) -> None:
     """Logits that are permutations of each other have equal entropies, which rounding must not tell apart."""
-    torch.manual_seed(0)
     logits = torch.randn(5)
     rows = torch.stack([logits[torch.randperm(5)] for _ in range(22)]).view(2, 11, 5)
     gates, tokens = rows.softmax(-1), torch.randn(2, 11, 12)
@@ -338,13 +333,11 @@ def test_the_most_confident_token_of_all_is_informed_by_itself_only() -> None:
 def assert_same(one: Tensor, other: Tensor, leaves: list[Tensor]) -> None:
     """Check that two results, and their gradients to all leaves, are equal up to rounding."""
     gradients = [torch.autograd.grad(found.sin().sum(), leaves) for found in (one, other)]
-    for mine, theirs in zip((one, *gradients[0]), (other, *gradients[1]), strict=True):
-        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close((one, *gradients[0]), (other, *gradients[1]), atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("from_", ["all", "confident"])
 def test_all_heads_of_an_attention_with_one_head_are_that_head(from_: Any) -> None:
-    torch.manual_seed(0)
     given = attention(heads=1, key_heads=1)
     wanted = [given.query, given.key, given.value, given.output]
     for rows in wanted:
@@ -360,21 +353,23 @@ def test_all_heads_of_an_attention_with_one_head_are_that_head(from_: Any) -> No
     assert_same(every, one, [gates, *wanted, given.projection.weight])
 
 
-@pytest.mark.parametrize("key_heads", [4, 2])
+@pytest.mark.parametrize("key_heads", [4, 2, 1])
 @pytest.mark.parametrize("from_", ["all", "confident"])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
-def test_all_heads_equal_the_reference_with_all_gradients(key_heads: int, from_: Any, bias: bool) -> None:
-    informer = AttentionPosterior(12, heads="all", sigma=1.5, from_=from_, strength="learned").eval()
+@pytest.mark.parametrize("head", ["all", 0, 3])
+def test_the_posterior_equals_the_reference_with_all_gradients(key_heads: int, from_: Any, bias: bool, head: Any) -> None:
+    heads: Any = "all" if head == "all" else 4
+    informer = AttentionPosterior(12, heads=heads, sigma=1.5, from_=from_, strength="learned").eval()
+    if head != "all":
+        informer.entropy.fill_(1.0)[head] = 0.5
     given = attention(key_heads=key_heads, bias=bias)
     logits, gates = torch.randn(2, 11, 5), torch.rand(2, 11, 5, requires_grad=True)
     assert given.projection is not None and informer.strength_logit is not None
     wanted = [gates, given.query, given.key, given.value, given.output, given.projection.weight, informer.strength_logit]
     wanted += [given.projection.bias] if given.projection.bias is not None else []
-    real = torch.ones(2, 11, dtype=torch.bool)
-    real[0, :3], real[1, 8:] = False, False
     for rows in wanted:
         rows.requires_grad_()
-    context = Context(causal=True, token_mask=real, attention=given)
+    context = Context(causal=True, token_mask=PADDED, attention=given)
     assert_same(informer(gates, logits, gates, context), posterior(informer, gates, logits, gates, context), wanted)
 
 
@@ -384,14 +379,11 @@ def test_all_heads_equal_the_reference_with_all_gradients(key_heads: int, from_:
 @pytest.mark.parametrize("from_", ["all", "confident"])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_similarity_equals_the_reference_with_all_gradients(options: dict[str, Any], from_: Any, causal: bool) -> None:
-    torch.manual_seed(0)
     informer = Similarity(12, **options, from_=from_, strength="learned")
     given, logits = attention(), torch.randn(2, 11, 5)
     gates, tokens = torch.rand(2, 11, 5, requires_grad=True), torch.randn(2, 11, 12, requires_grad=True)
     wanted = [gates, *informer.parameters(), given.output.requires_grad_() if informer.of == "attention" else tokens]
-    real = torch.ones(2, 11, dtype=torch.bool)
-    real[0, :3], real[1, 8:] = False, False
-    context = Context(causal=causal, token_mask=real, attention=given)
+    context = Context(causal=causal, token_mask=PADDED, attention=given)
     assert_same(informer(gates, logits, tokens, context), similar(informer, gates, logits, tokens, context), wanted)
 
 

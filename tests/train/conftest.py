@@ -12,6 +12,8 @@ from holdfast.train import Recipe, load_recipe
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test downloads anything
 
+MakeRecipe = Callable[..., Recipe]  # from changes of a recipe by their path
+
 TEXT = {
     "training.steps": 12,
     "training.batch": 4,
@@ -37,6 +39,7 @@ IMAGES = {
     "attack.steps": 2,
     "attack.examples": 24,
 }
+AUGMENT = {"crop": 0.3, "flip": True, "randaugment": 9, "erase": 0.5, "mixup": 0.8, "cutmix": 1.0}  # all that is not `pad`
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -58,7 +61,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny(text: Path) -> Callable[..., Recipe]:
+def tiny(text: Path) -> MakeRecipe:
     """Return a text recipe, with changes by their path."""
 
     def recipe(changes: dict[str, Any] | None = None) -> Recipe:
@@ -68,7 +71,7 @@ def tiny(text: Path) -> Callable[..., Recipe]:
 
 
 @pytest.fixture(scope="session")
-def digits() -> Callable[..., Recipe]:
+def digits() -> MakeRecipe:
     """Return an image recipe, with changes by their path."""
 
     def recipe(changes: dict[str, Any] | None = None) -> Recipe:

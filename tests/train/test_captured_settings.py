@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import holdfast
-from holdfast.train import captured_step
-from holdfast.train.captured_step import CapturedStep, _settings
+from holdfast.train import fast_step
+from holdfast.train.fast_step import CapturedStep, _settings
 from holdfast.train.recipe import TrainingPart
-from holdfast.train.step import TrainingStep, adamw
+from holdfast.train.step import TrainingStep, adamw, shapes_of
 
 LOSSES = holdfast.Losses(balance=0.01)
 
@@ -84,7 +84,9 @@ def test_a_setting_that_changes_before_the_first_step_ends_compilation(
     monkeypatch.setattr("torch.cuda.Stream", lambda: None)
     monkeypatch.setattr(CapturedStep, "_on_own_stream", lambda self: nullcontext())
     monkeypatch.setattr(CapturedStep, "_run_first_step", lambda self, inputs: self.step(inputs))
-    monkeypatch.setattr(captured_step, "compile_step", lambda step, inputs: step.use_compiled(model, inputs))
+    monkeypatch.setattr(
+        fast_step, "compile_step", lambda step, inputs: setattr(step, "compiled", (model, shapes_of(inputs)))
+    )
     captured, inputs = CapturedStep(step), [{"x": torch.ones(1, 4)}]
     captured.compile(inputs)
     assert step.is_compiled

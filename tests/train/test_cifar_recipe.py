@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from wording import assert_refused
 
 from holdfast.cli.train import source_option
 from holdfast.comparing import compare
@@ -25,8 +26,7 @@ def test_a_model_of_cifar10_is_told_where_to_name_its_files(tmp_path: Path) -> N
     """Both the line after training and the error of `evaluate`: --source alone does not find the files."""
     assert source_option("cifar10", tmp_path) == f" --data {tmp_path}"
     record = TaskRecord(tmp_path, load_recipe("cifar10-tiny"), {})
-    with pytest.raises(ValueError, match="was trained on cifar10: add --data FOLDER"):
-        record.source()
+    assert_refused("was trained on cifar10: add --data FOLDER", record.source)
     assert record.source(data=tmp_path) == "cifar10"
 
 
@@ -35,8 +35,7 @@ def test_a_source_outside_of_the_folder_of_a_model_is_refused_without_a_search(
 ) -> None:
     record = TaskRecord(tmp_path, load_recipe("tiny", {"data.source": "/"}), {})
     monkeypatch.setattr(os, "walk", lambda place: pytest.fail(f"{place} was searched"))
-    with pytest.raises(ValueError, match="was trained on '/', which is not in it; add --source / "):
-        record.source()
+    assert_refused("was trained on '/', which is not in it; add --source / ", record.source)
 
 
 @pytest.mark.slow

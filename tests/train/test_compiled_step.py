@@ -6,6 +6,7 @@ CUDA graphs and the default compiler are tested in test_captured_on_gpu.py: here
 import json
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from wording import assert_refused
 
 import holdfast
-from holdfast.train import build_model, compiled_step, make_task, train
-from holdfast.train.checkpoint import TrainingState
-from holdfast.train.compiled_step import compile_step
+from holdfast.train import build_model, fast_step, make_task, train
+from holdfast.train.fast_step import compile_step
 from holdfast.train.recipe import TrainingPart, load_recipe
+from holdfast.train.run_folder import TrainingState
 from holdfast.train.step import TrainingStep, adamw
 
 LENGTH, VOCABULARY, WIDTH = 12, 32, 16
@@ -52,16 +54,9 @@ def batch(seed: int = 1, rows: int = 3) -> list[dict[str, Tensor]]:
     return [{"input_ids": ids, "labels": ids, "shift_labels": ids.roll(-1, 1)}]
 
 
-def traced(model: Any) -> Callable[..., Any]:
-    """Trace the model as a compiler does, and run its operators one by one: random numbers are those of the model."""
-    compiled: Callable[..., Any] = torch.compile(model, backend="eager", dynamic=False)
-    return compiled
-
-
-def traced_with_backward(model: Any) -> Callable[..., Any]:
-    """Trace the backward too; this takes longer."""
-    compiled: Callable[..., Any] = torch.compile(model, backend="aot_eager", dynamic=False)
-    return compiled
+# Trace as a compiler does, and run the operators one by one: random numbers are those of the model.
+traced = partial(torch.compile, backend="eager", dynamic=False)
+traced_with_backward = partial(torch.compile, backend="aot_eager", dynamic=False)  # takes longer
 
 
 class WrongIfCompiled(nn.Module):
@@ -137,21 +132,20 @@ def test_wrong_gradients_are_found_and_the_step_stays_as_it_is(factor: float, ca
 
 
 @pytest.mark.slow
-def test_a_wrong_router_state_is_found(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (WrongIfCompiled(3.0, of_state=True), "the router state transformer.ln_f.1.seen differs"),
+        (WrongIfCompiled(float("nan")), "differs from that of the uncompiled step by nan"),
+    ],
+    ids=["state", "nan"],
+)
+def test_a_wrong_router_state_and_nan_are_found(wrong: nn.Module, says: str, caplog: pytest.LogCaptureFixture) -> None:
     model = build()
-    model.transformer.ln_f = nn.Sequential(model.transformer.ln_f, WrongIfCompiled(3.0, of_state=True))
+    model.transformer.ln_f = nn.Sequential(model.transformer.ln_f, wrong)
     step = step_of(model)
     compile_step(step, batch(), traced)
-    assert not step.is_compiled and "the router state transformer.ln_f.1.seen differs" in caplog.text
-
-
-@pytest.mark.slow
-def test_nan_of_a_compiled_step_counts_as_a_difference(caplog: pytest.LogCaptureFixture) -> None:
-    model = build()
-    model.transformer.ln_f = nn.Sequential(model.transformer.ln_f, WrongIfCompiled(float("nan")))
-    step = step_of(model)
-    compile_step(step, batch(), traced)
-    assert not step.is_compiled and "differs from that of the uncompiled step by nan" in caplog.text
+    assert not step.is_compiled and says in caplog.text
 
 
 def test_a_compiler_that_fails_leaves_the_step_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
@@ -186,7 +180,7 @@ def test_a_compiled_kernel_that_makes_the_gpu_unusable_is_one_sentence(monkeypat
     step = step_of(build())
     monkeypatch.setattr("torch.cuda.synchronize", failing)
     monkeypatch.setattr("torch.cuda.empty_cache", lambda: pytest.fail("the GPU was used again"))
-    with pytest.raises(compiled_step.GpuLostError) as found:
+    with pytest.raises(fast_step.GpuLostError) as found:
         compile_step(step, batch(), failing_on_gpu(step))
     assert isinstance(found.value, ValueError)  # commands print it without a traceback
     assert str(found.value) == (
@@ -210,8 +204,7 @@ def test_a_fault_of_the_model_itself_is_raised() -> None:
     with torch.no_grad():
         model.transformer.h[0].ln_2.weight.fill_(torch.nan)
     step = step_of(model)
-    with pytest.raises(ValueError, match="NaN"):
-        compile_step(step, batch(), traced)
+    assert_refused("NaN", lambda: compile_step(step, batch(), traced))
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -232,16 +225,9 @@ def test_inputs_of_another_shape_are_not_compiled() -> None:
     assert len(calls) == compared + 1
     step(batch(rows=2))
     assert len(calls) == compared + 1
-    step.use_uncompiled()
+    step.compiled = None
     step(batch())
     assert len(calls) == compared + 1 and not step.is_compiled
-
-
-def test_a_recipe_decides_whether_a_step_is_compiled() -> None:
-    assert not load_recipe("enwik8").training.compile
-    assert load_recipe("enwik8", {"training.compile": True}).training.compile
-    with pytest.raises(ValueError, match=r"training\.compile"):
-        load_recipe("enwik8", {"training.compile": "sometimes"})
 
 
 @pytest.mark.parametrize(
@@ -255,7 +241,7 @@ def test_a_resumed_run_is_compiled_if_the_run_before_it_was(finished: int, was_c
 def test_nothing_is_compiled_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    monkeypatch.setattr("torch.compile", lambda *_, **named: pytest.fail("compiled"))
+    monkeypatch.setattr(fast_step, "compile_step", lambda *_, **named: pytest.fail("compiled"))
     task = make_task(load_recipe("tiny", {"training.steps": 2, "training.compile": True}))
     log = train(build_model(task, "smoe", {}, seed=0), task, tmp_path, seed=0, k=2)
     assert len(log) == 2
@@ -265,7 +251,7 @@ def test_nothing_is_compiled_on_a_cpu(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.slow  # Inductor compiles C++ code for each kernel
 def test_the_default_compiler_agrees_with_dropout_and_bf16() -> None:
     step = step_of(build("smoe", dropout=0.2), "bf16")
-    compile_step(step, batch(), compiled_step.with_inductor)
+    compile_step(step, batch(), fast_step.with_inductor)
     assert step.is_compiled
 
 
@@ -276,18 +262,18 @@ def test_the_error_that_is_reported_is_the_first_one() -> None:
         finally:
             raise RuntimeError("the end of a capture failed")
     except RuntimeError as problem:
-        assert compiled_step.first_line(problem) == "this waits"
-    assert compiled_step.first_line(RuntimeError("")) == "no message"
+        assert fast_step.first_line(problem) == "this waits"
+    assert fast_step.first_line(RuntimeError("")) == "no message"
 
 
 def test_equal_infinities_and_nan_in_the_state_agree_and_hide_no_difference() -> None:
     inf, nan = torch.inf, torch.nan
 
-    def trial(*state: float) -> compiled_step._Trial:
-        return compiled_step._Trial(torch.ones(2), {"weight": torch.ones(3)}, {"bias": torch.tensor(state)})
+    def trial(*state: float) -> fast_step._Trial:
+        return fast_step._Trial(torch.ones(2), {"weight": torch.ones(3)}, {"bias": torch.tensor(state)})
 
     expected = trial(inf, -inf, nan, 1.0)
-    assert compiled_step.disagreement(trial(inf, -inf, nan, 1.0), expected) is None
+    assert fast_step.disagreement(trial(inf, -inf, nan, 1.0), expected) is None
     for wrong in ((inf, -inf, nan, 2.0), (-inf, -inf, nan, 1.0), (0.0, -inf, nan, 1.0), (inf, -inf, 0.0, 1.0)):
-        assert "the router state bias" in str(compiled_step.disagreement(trial(*wrong), expected))
-    assert "the router state bias" in str(compiled_step.disagreement(trial(inf, 1.0), trial(0.0, 1.0)))
+        assert "the router state bias" in str(fast_step.disagreement(trial(*wrong), expected))
+    assert "the router state bias" in str(fast_step.disagreement(trial(inf, 1.0), trial(0.0, 1.0)))

@@ -6,7 +6,6 @@ import pickle
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,9 @@ from commands import Command
 from interrupting import Interrupted, stop_at
 from safetensors.torch import load_file, save_file
 from tiers import quick_or_slow
+from train.conftest import MakeRecipe
+from without_times import as_text
+from wording import assert_refused
 
 from holdfast.locking import LockLostError
 from holdfast.train import Cell, Comparison, Recipe, build_model, make_task, parse_routers, train
@@ -35,7 +37,7 @@ CELL = "smoe-seed0"
 
 
 @pytest.fixture(scope="module")
-def recipe(tiny: Callable[..., Recipe]) -> Recipe:
+def recipe(tiny: MakeRecipe) -> Recipe:
     return tiny(SMALL)
 
 
@@ -64,10 +66,6 @@ def folder(interrupted: Path, tmp_path: Path) -> Path:
 def run(recipe: Recipe, folder: Path, told: list[int] | None = None) -> list[dict[str, Any]]:
     steps = [] if told is None else told
     return Comparison(recipe, parse_routers("smoe"), 1, folder).run(lambda cell, done: steps.append(done))
-
-
-def as_text(results: list[dict[str, Any]]) -> str:
-    return json.dumps(results, sort_keys=True)
 
 
 def flip_a_bit(path: Path) -> None:
@@ -149,8 +147,7 @@ def test_a_damaged_checkpoint_is_skipped_for_an_older_one(
 
 def test_the_run_file_of_another_program_is_kept(tmp_path: Path) -> None:
     write_json(tmp_path / "run.json", {"mine": 1})
-    with pytest.raises(ValueError, match="belongs to another run"):
-        claim(tmp_path, {"holdfast": "1", "recipe": {}})
+    assert_refused("belongs to another run", claim, tmp_path, {"holdfast": "1", "recipe": {}})
     write_json(tmp_path / "run.json", {"holdfast": "1", "recipe": {"steps": 2}})  # begun, and corrected
     claim(tmp_path, {"holdfast": "1", "recipe": {}})
     assert json.loads((tmp_path / "run.json").read_text()) == {"holdfast": "1", "recipe": {}}
@@ -211,9 +208,8 @@ def test_a_file_that_is_not_of_this_run_raises_and_is_not_executed(case: str, re
     checkpoint = folder / "cells" / CELL / "training" / "checkpoint-4"
     write(checkpoint / name)
     write_checkpoint_manifest(checkpoint)
-    with pytest.raises(ValueError, match=r"checkpoint-4 .*\(.*\).*delete") as caught:
-        run(recipe, folder)
-    assert "\n" not in str(caught.value) and not list(folder.rglob("ran"))
+    assert_refused(r"checkpoint-4 .*\(.*\).*delete", run, recipe, folder)
+    assert not list(folder.rglob("ran"))
 
 
 @pytest.mark.slow
@@ -225,8 +221,7 @@ def test_a_checkpoint_of_the_trainer_is_refused_and_kept(recipe: Recipe, folder:
     with pytest.raises(Interrupted):
         train(build_model(task, "smoe", {}, seed=0), task, training, seed=0, k=2, tick=stop_at(3), trainer=True)
     assert find_damage(training / "checkpoint-2", TRAINER_FILES) is None
-    with pytest.raises(ValueError, match=r"checkpoint-2 was written by the Hugging Face Trainer.*remove .*training to"):
-        run(recipe, folder)
+    assert_refused(r"checkpoint-2 was written by the Hugging Face Trainer.*remove .*training to", run, recipe, folder)
     assert find_damage(training / "checkpoint-2", TRAINER_FILES) is None
 
 
@@ -245,7 +240,7 @@ def test_the_cell_of_a_damaged_result_is_trained_again(
 def test_a_changed_result_is_not_accepted(damage: str, recipe: Recipe, folder: Path) -> None:
     result, router = (folder / "cells" / CELL / name for name in ("result.json", "router.json"))
     cell = Cell(parse_routers("smoe")[0], 0)
-    write_json(router, asdict(cell.choice))
+    write_json(router, cell.choice.describe())
     write_with_checksum(result, {"router": "smoe", "seed": 0, "clean": {"figure": 70.5}})
     comparison = Comparison(recipe, parse_routers("smoe"), 1, folder)
     assert comparison.stored(cell) is not None
@@ -258,8 +253,7 @@ def test_a_changed_result_is_not_accepted(damage: str, recipe: Recipe, folder: P
         router.unlink()
     assert comparison.stored(cell) is None
     if damage != "unknown options":
-        with pytest.raises(ValueError, match=r"result\.json.*remove .*seed0"):
-            merge_results(folder, [])
+        assert_refused(r"result\.json.*remove .*seed0", merge_results, folder, [])
 
 
 def test_results_that_are_nested_too_deep_are_written_again(tmp_path: Path) -> None:
@@ -356,8 +350,7 @@ def test_results_and_pages_are_not_written_over_links(recipe: Recipe, folder: Pa
     comparison = Comparison(recipe, parse_routers("smoe"), 1, folder)
     results = comparison.run()
     (folder / "results.json").symlink_to(tmp_path / "victim")
-    with pytest.raises(ValueError, match=r"results\.json is a symbolic link"):
-        comparison.finish(results)
+    assert_refused(r"results\.json is a symbolic link", comparison.finish, results)
     assert (tmp_path / "victim").read_text() == "precious"
 
 

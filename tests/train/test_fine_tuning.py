@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,15 @@ import pytest
 import torch
 from interrupting import Interrupted, stop_at
 from torch.nn.functional import cross_entropy
+from train.conftest import MakeRecipe
+from wording import assert_refused
 
+import holdfast
 from holdfast.hub.install import specs_of
-from holdfast.train import Recipe, Task, build_model, load_recipe, make_task
+from holdfast.train import Recipe, Task, build_model, make_task
+from holdfast.train.augmentation import smoothing_term, soft_labels
 from holdfast.train.loop import held_out_loss
 from holdfast.train.recipe import TrainingPart, parse_router
-from holdfast.train.soft_labels import smoothing_term, soft_labels
 from holdfast.train.training import SingleRun, require_trainable, train
 
 Log = list[dict[str, float]]
@@ -56,7 +58,7 @@ def test_without_a_floor_schedules_are_those_of_transformers(name: str) -> None:
         theirs.step()
 
 
-def test_the_log_shows_the_learning_rate_of_every_step(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
+def test_the_log_shows_the_learning_rate_of_every_step(tiny: MakeRecipe, tmp_path: Path) -> None:
     changes = {"training.steps": 5, "training.warmup": 1, "training.learning_rate": 0.01, "training.schedule": "linear"}
     _, log = trained(make_task(tiny({**changes, "training.floor": 0.5})), tmp_path)
     assert [line["learning_rate"] for line in log] == pytest.approx([0.0, 0.01, 0.00875, 0.0075, 0.00625])
@@ -65,13 +67,13 @@ def test_the_log_shows_the_learning_rate_of_every_step(tiny: Callable[..., Recip
 # Epochs and the amount of data
 
 
-def test_epochs_use_every_example_as_often(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
+def test_epochs_use_every_example_as_often(tiny: MakeRecipe, tmp_path: Path) -> None:
     task = make_task(
         tiny({"training.steps": None, "training.epochs": 2, "data.train_tokens": 16 * 10 + 1, "training.batch": 3})
     )
     examples = task.examples(0)
     assert examples.order.count == 10 and task.steps == 7  # 20 examples in batches of 3, rounded up
-    used = torch.cat([examples.order.numbers(step) for step in range(task.steps)])[:20]
+    used = examples.order.at(range(20))
     assert used.bincount().tolist() == [2] * 10
     _, log = trained(task, tmp_path)
     assert [line["step"] for line in log] == list(range(1, 8))
@@ -79,7 +81,7 @@ def test_epochs_use_every_example_as_often(tiny: Callable[..., Recipe], tmp_path
     assert make_task(tiny({**few, "training.accumulate": 2})).steps == 2
 
 
-def test_only_the_first_tokens_are_learnt_from(tiny: Callable[..., Recipe]) -> None:
+def test_only_the_first_tokens_are_learnt_from(tiny: MakeRecipe) -> None:
     whole: Any = make_task(tiny())
     some: Any = make_task(tiny({"data.train_tokens": 500}))
     assert len(some.training.tokens) == 500 < len(whole.training.tokens)
@@ -91,9 +93,7 @@ def test_only_the_first_tokens_are_learnt_from(tiny: Callable[..., Recipe]) -> N
 
 
 @pytest.mark.parametrize("trainer", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_validation_is_logged_and_does_not_change_training(
-    trainer: bool, tiny: Callable[..., Recipe], tmp_path: Path
-) -> None:
+def test_validation_is_logged_and_does_not_change_training(trainer: bool, tiny: MakeRecipe, tmp_path: Path) -> None:
     """Dropout draws random numbers in every step."""
     usual = {"training.steps": 7, "model.config.attention_dropout": 0.3}
     _, plain = trained(make_task(tiny(usual)), tmp_path / "plain", trainer=trainer)
@@ -107,7 +107,7 @@ def test_validation_is_logged_and_does_not_change_training(
 
 
 @pytest.mark.slow
-def test_the_best_checkpoint_has_the_best_figure(digits: Callable[..., Recipe], tmp_path: Path) -> None:
+def test_the_best_checkpoint_has_the_best_figure(digits: MakeRecipe, tmp_path: Path) -> None:
     changes = {"training.keep": "best", "training.best_by": "figure", "training.save_every": 2, "training.steps": 8}
     task: Any = make_task(digits({**changes, "training.learning_rate": 0.05, "training.validate_every": 1}))
     model, log = trained(task, tmp_path)
@@ -120,7 +120,7 @@ def test_the_best_checkpoint_has_the_best_figure(digits: Callable[..., Recipe], 
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_with_everything_resumes_to_the_same_numbers(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
+def test_an_interrupted_run_with_everything_resumes_to_the_same_numbers(tiny: MakeRecipe, tmp_path: Path) -> None:
     changes = {
         "training.steps": None,
         "training.epochs": 1.0,
@@ -151,22 +151,20 @@ def test_an_interrupted_run_with_everything_resumes_to_the_same_numbers(tiny: Ca
 
 
 def test_the_smoothing_term_is_that_of_cross_entropy() -> None:
-    torch.manual_seed(0)
     logits = torch.randn(3, 7, 11, requires_grad=True)
     labels = torch.randint(0, 11, (3, 7)).masked_fill(torch.rand(3, 7) < 0.3, -100)
     plain = cross_entropy(logits.flatten(0, 1), labels.flatten())
     expected = cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.2)
     found = plain + 0.2 * smoothing_term(logits, labels)
     torch.testing.assert_close(found, expected)
-    for one, other in zip(*(torch.autograd.grad(loss, logits) for loss in (found, expected)), strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(*(torch.autograd.grad(loss, logits) for loss in (found, expected)))
     total = cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.2, reduction="sum")
     sums = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
     torch.testing.assert_close(sums / 40 + 0.2 * smoothing_term(logits, labels, 40), total / 40)
 
 
 @pytest.mark.parametrize("kind", ["text", "images"])
-def test_labels_are_smoothed_in_training_only(kind: str, tiny: Callable[..., Recipe], digits: Callable[..., Recipe]) -> None:
+def test_labels_are_smoothed_in_training_only(kind: str, tiny: MakeRecipe, digits: MakeRecipe) -> None:
     task = make_task(tiny({"losses.balance": 0.0}) if kind == "text" else digits({"losses.balance": 0.0}))
     model, inputs = build_model(task, "smoe", {}, seed=0), task.examples(0).__getitems__(range(4))
     with torch.random.fork_rng():
@@ -195,7 +193,7 @@ def loss_and_gradients(recipe: Recipe, router: str) -> tuple[float, dict[str, to
 
 
 @pytest.mark.parametrize("router", ["smoe", "symphony", "similarity", "attention", "ac", "smooth"])
-def test_no_coefficient_of_a_loss_is_inert(router: str, tiny: Callable[..., Recipe]) -> None:
+def test_no_coefficient_of_a_loss_is_inert(router: str, tiny: MakeRecipe) -> None:
     few = {"model.config.num_hidden_layers": 1}
     _, without = loss_and_gradients(tiny({**few, "losses": {"balance": 0.0}}), router)
     losses = set()
@@ -207,8 +205,8 @@ def test_no_coefficient_of_a_loss_is_inert(router: str, tiny: Callable[..., Reci
     assert len(losses) == 5  # each is a loss of its own
 
 
-def test_the_losses_of_a_recipe(tiny: Callable[..., Recipe]) -> None:
-    usual = {"importance": 0.0, "load": 0.0, "z": 0.0, "entropy": 0.0}
+def test_the_losses_of_a_recipe(tiny: MakeRecipe) -> None:
+    usual = dict.fromkeys(vars(holdfast.Losses()), 0.0)
     for changes, expected in (
         ({}, {**usual, "balance": 0.01}),
         ({"losses.balance": 0.3}, {**usual, "balance": 0.3}),
@@ -217,6 +215,36 @@ def test_the_losses_of_a_recipe(tiny: Callable[..., Recipe]) -> None:
     ):
         model = build_model(make_task(tiny(changes)), "smoe", {}, seed=0)
         assert all(vars(spec.losses) == expected for spec in specs_of(model).values())
+
+
+ALL_OUTPUTS = {"diversity": 0.1, "distillation": 0.1, "consistency": 0.5, "word_noise": 0.2}
+
+
+def test_a_recipe_trains_with_losses_of_outputs_and_of_two_forwards(tiny: MakeRecipe, tmp_path: Path) -> None:
+    """Copies of a dense network, which is their teacher; an interrupted run resumes to the same numbers."""
+    recipe = tiny(
+        {"sparse.init": "copy", "sparse.hidden": None, "training.steps": 4, "training.save_every": 2, "losses": ALL_OUTPUTS}
+    )
+    whole = SingleRun(recipe, parse_router("symphony+smooth"), 1, tmp_path / "whole").run()
+    with pytest.raises(Interrupted):
+        SingleRun(recipe, parse_router("symphony+smooth"), 1, tmp_path / "parts").run(stop_at(3))
+    assert SingleRun(recipe, parse_router("symphony+smooth"), 1, tmp_path / "parts").run() == whole
+    model = holdfast.load(tmp_path / "whole" / "model")
+    assert not any("teacher" in name for name, _ in (*model.named_parameters(), *model.named_buffers()))
+
+
+@pytest.mark.parametrize(
+    ("losses", "sentence"),
+    [
+        ({"distillation": 0.1}, "start from a dense checkpoint with sparse.init=copy"),
+        ({"consistency": 0.1}, "give word_noise"),
+        ({"word_noise": 0.1}, "word_noise is 0.1 with consistency=0.0"),
+    ],
+)
+def test_a_recipe_with_a_loss_that_cannot_train_is_refused_before_training(
+    losses: dict[str, float], sentence: str, tiny: MakeRecipe
+) -> None:
+    assert_refused(sentence, build_model, make_task(tiny({"losses": losses})), "smoe", {}, seed=0)
 
 
 @pytest.mark.parametrize(
@@ -228,12 +256,6 @@ def test_the_losses_of_a_recipe(tiny: Callable[..., Recipe]) -> None:
     ],
 )
 def test_mistakes_that_need_the_data_are_found_before_training(
-    changes: dict[str, Any], sentence: str, tiny: Callable[..., Recipe]
+    changes: dict[str, Any], sentence: str, tiny: MakeRecipe
 ) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        require_trainable(make_task(tiny(changes)), 0)
-
-
-def test_epochs_in_a_change_replace_the_steps_of_a_recipe() -> None:
-    recipe = load_recipe("tiny", {"training.epochs": 3})
-    assert (recipe.training.steps, recipe.training.epochs) == (None, 3.0)
+    assert_refused(sentence, lambda: require_trainable(make_task(tiny(changes)), 0))

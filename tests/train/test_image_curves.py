@@ -1,7 +1,6 @@
 """Curves of errors against budgets in comparisons, sample sizes for each attack, severities, and intervals over seeds."""
 
 import statistics
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,16 +8,18 @@ from typing import Any
 import pytest
 import torch
 from report.stored import by_column
+from train.conftest import MakeRecipe
 
-from holdfast.attacks import corrupt, find_attack
-from holdfast.comparing import run_comparison
+from holdfast.attacks import CORRUPTIONS, corrupt, find_attack
+from holdfast.comparing import Chosen, run_comparison
 from holdfast.metrics import Difference, difference_of, level_of
 from holdfast.report import render
 from holdfast.report.comparison_tables import accuracy_table
 from holdfast.report.plots import attack_curves, clean_and_attacked
-from holdfast.train import Comparison, Recipe, build_model, load_recipe, make_task, parse_routers
-from holdfast.train.image_attacks import BATCH, Corrupted, classifier, curve_of, error_of, made_corruptions, wrong_of
-from holdfast.train.image_task import ImageTask, attack_images
+from holdfast.train import Comparison, build_model, make_task, parse_routers
+from holdfast.train.image_attack_table import attack_images
+from holdfast.train.image_attacks import BATCH, Classifier, Corrupted, curve_of, error_of, wrong_of
+from holdfast.train.image_task import ImageTask
 from holdfast.train.results import Results
 
 pytestmark = pytest.mark.slow  # two routers are trained with two seeds; tests/attacks/test_curves.py is quick
@@ -34,15 +35,15 @@ CURVES: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def folder(digits: Callable[..., Recipe], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(digits: MakeRecipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("curves") / "run"
     routers = parse_routers("smoe,symphony")
-    run_comparison(digits(CURVES), routers, 2, path, data=None, match_compute=False, run=lambda comparison: comparison.run())
+    run_comparison(Chosen(digits(CURVES), routers, 2), path, data=None, match_compute=False, run=Comparison.run)
     return path
 
 
 @pytest.fixture(scope="module")
-def results(digits: Callable[..., Recipe], folder: Path) -> list[dict[str, Any]]:
+def results(digits: MakeRecipe, folder: Path) -> list[dict[str, Any]]:
     return Comparison(digits(CURVES), parse_routers("smoe,symphony"), 2, folder).run()
 
 
@@ -69,11 +70,11 @@ def test_corruptions_have_their_own_images_and_severities(results: list[dict[str
 
 
 def test_corrupted_errors_equal_a_naive_loop_and_images_are_made_once(
-    digits: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+    digits: MakeRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task = make_task(digits())
     assert isinstance(task, ImageTask)
-    classify = classifier(build_model(task, "smoe", {}, seed=0).eval(), task.scaling)
+    classify = Classifier(build_model(task, "smoe", {}, seed=0).eval(), task.scaling)
     pixels, labels = task.test_images(20, torch.device("cpu"))
     images, made = Corrupted(pixels), list[str]()
 
@@ -88,10 +89,10 @@ def test_corrupted_errors_equal_a_naive_loop_and_images_are_made_once(
             error_of(wrong_of(classify, corrupt(pixels, name, severity=severity, seed=0).images, labels))
             for severity in (1, 4)
         ]
-        for name in made_corruptions()
+        for name in CORRUPTIONS
     }
     assert found["each"] == pytest.approx({name: statistics.fmean(errors) for name, errors in naive.items()})
-    assert images.score(classify, labels, [1, 4]) == found and len(made) == 28
+    assert images.score(classify, labels, [1, 4]) == found and len(made) == 2 * len(CORRUPTIONS)
     monkeypatch.setattr("holdfast.train.image_attacks.LARGEST_CACHE", 0)
     large = Corrupted(pixels)
     assert large.score(classify, labels, [4])["severity"] == 4 and not large._kept
@@ -170,14 +171,14 @@ def test_a_top_5_error_of_zero_everywhere_has_no_plot(folder: Path) -> None:
     assert titles[:2] == ["FGSM, error against budget", "PGD, error against budget"] and len(titles) == 3
 
 
-def test_the_curve_of_python_equals_single_attacks_where_those_are_monotone(digits: Callable[..., Recipe]) -> None:
+def test_the_curve_of_python_equals_single_attacks_where_those_are_monotone(digits: MakeRecipe) -> None:
     task = make_task(digits())
     assert isinstance(task, ImageTask)
     model = build_model(task, "smoe", {}, seed=0).eval()
     budgets = [0.3, 0.02]
     found = attack_images(model, task, "pgd", budget=budgets, steps=3, examples=30, restarts=2, random_start=False)
     pixels, labels = task.test_images(30, torch.device("cpu"))
-    classify = classifier(model, task.scaling)
+    classify = Classifier(model, task.scaling)
     one = find_attack("pgd").run(
         classify, pixels, labels, budget=0.02, steps=3, restarts=2, random_start=False, batch=BATCH, top=5
     )
@@ -187,7 +188,7 @@ def test_the_curve_of_python_equals_single_attacks_where_those_are_monotone(digi
     assert points[0].restarts == 2 and points[0].seed is None and points[0].options["random_start"] is False
 
 
-def test_options_of_the_recipe_reach_the_attacks(digits: Callable[..., Recipe], tmp_path: Path) -> None:
+def test_options_of_the_recipe_reach_the_attacks(digits: MakeRecipe, tmp_path: Path) -> None:
     changes = {"attack.step": "0.5/255", "attack.restarts": 2, "attack.random_start": False, "attack.samples": 3}
     recipe = digits({**changes, "training.steps": 2, "attack.examples": 8})
     (result,) = Comparison(recipe, parse_routers("smoe"), 1, tmp_path / "run").run()
@@ -199,12 +200,8 @@ def test_options_of_the_recipe_reach_the_attacks(digits: Callable[..., Recipe], 
     assert described["step"] == 0.5 / 255 and described["restarts"] == 2 and described["samples"] == 3
 
 
-def test_the_named_attack_may_be_one_of_those_that_every_recipe_runs(digits: Callable[..., Recipe], tmp_path: Path) -> None:
+def test_the_named_attack_may_be_one_of_those_that_every_recipe_runs(digits: MakeRecipe, tmp_path: Path) -> None:
     recipe = digits({"attack.name": "spsa", "attack.spsa_examples": 6, "attack.examples": 9, "training.steps": 2})
     (result,) = Comparison(recipe, parse_routers("smoe"), 1, tmp_path / "run").run()
     assert set(result["trials"]) == {"FGSM", "PGD", "SPSA", "corruptions"}
     assert result["attacked"]["figure"] == result["trials"]["SPSA"]["figure"] and result["attacked"]["examples"] == 6
-
-
-def test_a_budget_may_be_a_fraction() -> None:
-    assert load_recipe("vmoe-tiny", {"attack.budget": "1/255"}).attack.budget == 1 / 255

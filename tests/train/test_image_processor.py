@@ -1,7 +1,6 @@
 """The image processor of a checkpoint: pixels and scaling together equal what transformers computes."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from train.conftest import MakeRecipe
+from wording import assert_refused
 
 from holdfast.data.images import FileImages
 from holdfast.hub.folder_files import PROCESSOR
-from holdfast.train import Recipe, build_model, make_task, save_trained
+from holdfast.train import build_model, make_task, save_trained
 from holdfast.train.image_reading import ImageReading, image_reading
 from holdfast.train.image_task import ImageTask, evenly_spaced
 
@@ -49,7 +50,7 @@ def test_images_are_read_as_transformers_reads_them(kind: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("colour", [True, False])
 def test_plain_images_through_the_saved_processor_give_the_models_own_logits(
-    colour: bool, digits: Callable[..., Recipe], tmp_path: Path
+    colour: bool, digits: MakeRecipe, tmp_path: Path
 ) -> None:
     """As `holdfast train` saves a model: of image files of any size with a pipeline, of grey images with the processor."""
     from transformers import AutoImageProcessor, AutoModelForImageClassification, pipeline
@@ -100,5 +101,4 @@ def test_without_a_processor_pixels_are_scaled_to_1_and_minus_1(tmp_path: Path) 
     ],
 )
 def test_other_processors_are_refused(values: dict[str, Any], words: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=words):
-        image_reading(checkpoint(tmp_path, {**values, **SCALED}), "vit", 8)
+    assert_refused(words, lambda: image_reading(checkpoint(tmp_path, {**values, **SCALED}), "vit", 8))

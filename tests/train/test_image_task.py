@@ -1,7 +1,7 @@
 """Comparisons on images: errors equal a naive recount, attacks never reduce the error, conditions are equal."""
 
 import base64
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,25 +9,27 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from train.conftest import MakeRecipe
+from wording import assert_refused
 
 from holdfast.attacks import AttackedInputs
 from holdfast.hub import trace
 from holdfast.train import Comparison, Recipe, build_model, load_trained, make_task, parse_routers
-from holdfast.train.image_attacks import _attacked
-from holdfast.train.image_task import ImageTask, evenly_spaced
+from holdfast.train.image_attacks import attacked
+from holdfast.train.image_task import ImageTask, evenly_spaced, image_batches
 
 ROUTERS = "smoe,symphony+smooth"
 
 
 @pytest.fixture(scope="module")
-def run(digits: Callable[..., Recipe], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(digits: MakeRecipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("images") / "run"
     Comparison(digits(), parse_routers(ROUTERS), 1, folder).run()
     return folder
 
 
 @pytest.fixture(scope="module")
-def results(run: Path, digits: Callable[..., Recipe]) -> list[dict[str, Any]]:
+def results(run: Path, digits: MakeRecipe) -> list[dict[str, Any]]:
     return Comparison(digits(), parse_routers(ROUTERS), 1, run).run()
 
 
@@ -79,7 +81,7 @@ def test_an_attack_never_reduces_the_error(results: list[dict[str, Any]]) -> Non
 
 
 @pytest.mark.slow
-def test_a_budget_of_0_is_no_attack(digits: Callable[..., Recipe], tmp_path: Path) -> None:
+def test_a_budget_of_0_is_no_attack(digits: MakeRecipe, tmp_path: Path) -> None:
     recipe = digits({"attack.budget": 0.0, "attack.examples": 999, "training.steps": 2, "attack.steps": 1})
     (result,) = Comparison(recipe, parse_routers("symphony+smooth"), 1, tmp_path / "run").run()
     for name in ("FGSM", "PGD", "SPSA"):
@@ -95,10 +97,10 @@ def test_an_attack_without_effect_has_exactly_the_clean_error(count: int) -> Non
         nothing = {"budget": 0.0, "norm": "linf", "bounds": None, "steps": 1, "restarts": 1, "seed": None}
         inputs = {"inputs": torch.zeros(count, 1), "distances": torch.zeros(count)}
         result = AttackedInputs(attack="none", success=wrong, already_wrong=wrong, **inputs, **nothing)  # type: ignore[arg-type]
-        assert _attacked(result)["figure"] == 100 * (1 - right / count)
+        assert attacked(result)["figure"] == 100 * (1 - right / count)
 
 
-def test_every_test_image_is_scored_once(digits: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_test_image_is_scored_once(digits: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
     task = image_task(digits({"attack.examples": 10}))
     images: Any = task.image_set.images("test")
     fetch, fetched = images.pixels, list[list[int]]()
@@ -109,7 +111,8 @@ def test_every_test_image_is_scored_once(digits: Callable[..., Recipe], monkeypa
         return found
 
     monkeypatch.setattr(images, "pixels", noting)
-    found = task._clean(build_model(task, "smoe", {}, seed=0).eval())
+    model = build_model(task, "smoe", {}, seed=0).eval()
+    found = task._measured(model, image_batches(images, range(len(images)), 64))
     assert sorted(number for numbers in fetched for number in numbers) == list(range(180))
     assert len(fetched) > 1
     tokens = {layer["tokens"] for layer in found["routing"]["layers"]}
@@ -123,17 +126,23 @@ def test_the_view_has_a_grid_of_experts_for_each_image(run: Path, results: list[
         assert isinstance(task, ImageTask)
         images = task.image_set.images("test")
         numbers, view = evenly_spaced(len(images), 8), result["view"]
-        assert view["kind"] == "images" and len(view["images"]) == len(numbers) == 8
+        layers = view["routes"]["layers"]
+        assert len(view["examples"]) == len(numbers) == 8
         classes = said(trained.model, task, numbers)
-        for number, shown, found in zip(numbers, view["images"], classes, strict=True):
+        for place, (number, example, found) in enumerate(zip(numbers, view["examples"], classes, strict=True)):
+            shown, patches = example["picture"], slice(16 * place, 16 * place + 16)
             assert shown["label"] == str(int(images.labels[number])) and shown["said"] == str(int(found))
-            assert shown["grid"] == [4, 4] and [len(layer) for layer in shown["experts"]] == [16, 16]
+            assert shown["grid"] == [4, 4] and [len(layer["experts"]) for layer in layers] == [128, 128]
             pixels = images.pixels([number])
             grey = torch.tensor(list(base64.b64decode(shown["pixels"]))).view(-1, shown["width"]) / 255
             torch.testing.assert_close(grey, pixels[0, 0], atol=2e-3, rtol=0)
             with torch.no_grad(), trace(trained.model.eval()) as routes:
                 trained.model(pixel_values=pixels * 2 - 1)
-            assert shown["experts"] == [routing.experts[1:, 0].tolist() for routing in routes]  # row by row
+            for layer, routing in zip(layers, routes, strict=True):  # row by row
+                used = zip(routing.experts[1:].tolist(), routing.used[1:].sum(-1).tolist(), strict=True)
+                assert layer["experts"][patches] == [experts[:count] for experts, count in used]
+                weights = [weight / 1000 for selected in layer["weights"][patches] for weight in selected]
+                assert weights == pytest.approx(routing.weights[1:][routing.used[1:]].tolist(), abs=6e-4)
 
 
 def test_evenly_spaced_images_are_of_every_class() -> None:
@@ -146,7 +155,7 @@ def test_evenly_spaced_images_are_of_every_class() -> None:
         assert numbers == sorted(numbers)
 
 
-def test_held_out_images_are_not_test_images(digits: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_held_out_images_are_not_test_images(digits: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ImageTask, "validation_images", 30)
     task = image_task(digits())
     held: Any = task.validation()
@@ -160,12 +169,10 @@ def test_held_out_images_are_not_test_images(digits: Callable[..., Recipe], monk
 def test_a_model_of_other_classes_is_not_evaluated_on_these(run: Path) -> None:
     trained = load_trained(run / "cells" / "smoe-seed0")
     trained.record.state["classes"] = ["cat", "dog"]
-    with pytest.raises(ValueError, match=r"classes.*digits"):
-        trained.task()
+    assert_refused(r"classes.*digits", trained.task)
 
 
-def test_images_that_are_not_square_raise_an_error(digits: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_that_are_not_square_raise_an_error(digits: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
     task = image_task(digits())
     monkeypatch.setattr(task.image_set.images("train"), "shape", (1, 8, 9))
-    with pytest.raises(ValueError, match="8 x 9"):
-        task.initial_model()
+    assert_refused("8 x 9", task.initial_model)

@@ -1,15 +1,15 @@
 """Comparisons whose routers have layers and a k of their own."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from train.conftest import MakeRecipe
 
 from holdfast.comparing import matched_baseline
 from holdfast.hub.install import specs_of
-from holdfast.train import Comparison, Recipe, load_trained, parse_routers
+from holdfast.train import Comparison, load_trained, parse_routers
 from holdfast.train.cells import Cell, safe_file_name
 from holdfast.train.summary import summarise
 
@@ -17,7 +17,7 @@ ROUTERS = "smoe,symphony[k=3]@1|smoe,ac@1,smoe[k=1]"
 
 
 @pytest.mark.slow
-def test_routers_with_layers_are_trained_stored_and_kept(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
+def test_routers_with_layers_are_trained_stored_and_kept(tiny: MakeRecipe, tmp_path: Path) -> None:
     comparison = Comparison(tiny(), parse_routers(ROUTERS), 1, tmp_path / "run")
     results = comparison.run()
     assert [result["router"] for result in results] == ["smoe", "symphony[k=3]@1|smoe", "ac@1", "smoe[k=1]"]
@@ -35,7 +35,7 @@ def test_routers_with_layers_are_trained_stored_and_kept(tiny: Callable[..., Rec
     assert [row.router for row in comparison.finish(results).rows] == [result["router"] for result in results]
 
 
-def test_other_layers_do_not_take_over_a_cell(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
+def test_other_layers_do_not_take_over_a_cell(tiny: MakeRecipe, tmp_path: Path) -> None:
     first, second = (Comparison(tiny(), parse_routers(name), 1, tmp_path / "run").cells[0] for name in ("ac@1", "ac@0"))
     assert first.folder != second.folder and first.choice.describe() != second.choice.describe()
 
@@ -62,22 +62,19 @@ def result(router: str, experts: float, figure: float) -> dict[str, Any]:
     return {"router": router, "seed": 0, "parameters": 1, "clean": score, "attacked": score}
 
 
-def test_a_baseline_with_more_experts_that_the_user_named_is_the_equal_compute_baseline() -> None:
-    results = [result("smoe", 2, 10), result("smooth", 2.5, 9), result("smoe[k=3]", 3, 9.5), result("smoe[k=4]", 4, 9)]
-    rows = summarise(results, "smoe")
-    assert [row.equal_compute and row.equal_compute.router for row in rows] == [None, "smoe[k=3]", None, None]
-    assert matched_baseline(rows, parse_routers("smoe,smooth,smoe[k=3],smoe[k=4]"), 8) == []
-
-
-def test_a_baseline_with_too_few_experts_is_not_enough() -> None:
-    rows = summarise([result("smoe[k=1]", 1, 10), result("smooth", 2.5, 9), result("smoe", 2, 9.5)], "smoe[k=1]")
-    assert rows[1].equal_compute is None
-    (added,) = matched_baseline(rows, parse_routers("smoe[k=1],smooth,smoe"), 8)
-    assert (added.name, added.router, added.k) == ("smoe[k=1], top 3", "smoe", 3)
-
-
-def test_another_router_with_the_same_number_of_experts_is_not_the_baseline() -> None:
-    rows = summarise([result("smoe", 2, 10), result("smooth", 2.5, 9), result("xmoe[k=3]", 3, 9.5)], "smoe")
-    assert rows[1].equal_compute is None
-    (added,) = matched_baseline(rows, parse_routers("smoe,smooth,xmoe[k=3]"), 8)
-    assert (added.name, added.k) == ("smoe, top 3", 3)
+@pytest.mark.parametrize(
+    ("written", "experts", "equal", "added"),
+    [
+        ("smoe,smooth,smoe[k=3],smoe[k=4]", (2, 2.5, 3, 4), "smoe[k=3]", []),  # the user named it
+        ("smoe[k=1],smooth,smoe", (1, 2.5, 2), None, [("smoe[k=1], top 3", "smoe", 3)]),  # 2 are too few
+        ("smoe,smooth,xmoe[k=3]", (2, 2.5, 3), None, [("smoe, top 3", "smoe", 3)]),  # another router is no baseline
+    ],
+)
+@pytest.mark.every_combination
+def test_the_baseline_of_equal_compute_is_the_plain_router_with_enough_experts(
+    written: str, experts: tuple[float, ...], equal: str | None, added: list[tuple[str, str, int]]
+) -> None:
+    choices = parse_routers(written)
+    rows = summarise([result(one.name, count, 9) for one, count in zip(choices, experts, strict=True)], choices[0].name)
+    assert (rows[1].equal_compute and rows[1].equal_compute.router) == equal
+    assert [(one.name, one.router, one.k) for one in matched_baseline(rows, choices, 8)] == added

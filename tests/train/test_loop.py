@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,12 @@ import pytest
 import torch
 from interrupting import Interrupted
 from tiers import quick_or_slow
+from train.conftest import AUGMENT, MakeRecipe
+from wording import assert_refused
 
-from holdfast.train import Recipe, Task, build_model, make_task
+from holdfast.train import Task, build_model, make_task
 from holdfast.train.loop import STEPS_AHEAD, StepLog, _Arriving
+from holdfast.train.recipe import parse_router
 from holdfast.train.snapshots import routings_of
 from holdfast.train.step import StepRecord
 from holdfast.train.training import train
@@ -21,7 +23,7 @@ USUAL = {"training.steps": 6, "training.save_every": 3, "training.warmup": 2, "t
 TEXT = {**USUAL, "model.config.attention_dropout": 0.2}
 IMAGES = {**USUAL, "training.batch": 8, "model.config.hidden_dropout_prob": 0.1}
 SAME: dict[str, tuple[str, str, dict[str, Any]]] = {  # the kind of data, the router, and changes to the recipe
-    "text": ("text", "symphony+smooth", {}),
+    "text": ("text", "symphony+smooth", {"training.snapshots": [0, 2, 5], "training.interference": True}),
     "text, accumulated": ("text", "smoe", {"training.accumulate": 2}),
     "text, bf16": ("text", "smoe", {"training.precision": "bf16"}),
     "text, bf16, accumulated": ("text", "ac+smooth", {"training.precision": "bf16", "training.accumulate": 2}),
@@ -47,6 +49,22 @@ SAME: dict[str, tuple[str, str, dict[str, Any]]] = {  # the kind of data, the ro
         "smoe",
         {"training.keep": "best", "training.best_by": "figure", "training.validate_every": 1, "training.learning_rate": 0.2},
     ),
+    "images, augmented": (
+        "images",
+        "symphony",
+        {
+            "training.augment": AUGMENT,
+            "training.label_smoothing": 0.1,
+            "training.schedule": "cosine",
+            "training.floor": 0.01,
+        },
+    ),
+    "images, augmented, accumulated": ("images", "symphony", {"training.augment": AUGMENT, "training.accumulate": 2}),
+    "images, moved, bf16": (
+        "images",
+        "symphony",
+        {"training.augment": {"pad": 1, "flip": True, "randaugment": 5}, "training.precision": "bf16"},
+    ),
     "text, noise": ("text", "smoe[noise=gaussian]", {}),
     "text, annealed": ("text", "smooth[anneal=true]", {}),
     "images": ("images", "smoe", {}),
@@ -57,20 +75,14 @@ SAME: dict[str, tuple[str, str, dict[str, Any]]] = {  # the kind of data, the ro
 
 
 def trained(task: Task, router: str, folder: Path, **options: Any) -> tuple[Any, list[dict[str, float]]]:
-    model = build_model(task, *parsed(router), seed=3)
+    choice = parse_router(router)
+    model = build_model(task, choice.router, choice.options, seed=3)
     return model, train(model, task, folder, seed=3, k=2, **options)
 
 
-def parsed(router: str) -> tuple[str, dict[str, Any]]:
-    from holdfast.train.recipe import parse_router
-
-    choice = parse_router(router)
-    return choice.router, dict(choice.options)
-
-
-@pytest.mark.parametrize("case", quick_or_slow(SAME, ["text"]))
+@pytest.mark.parametrize("case", quick_or_slow(SAME, ["text", "images, augmented"]))
 def test_the_loop_and_the_trainer_give_the_same_numbers(
-    case: str, tiny: Callable[..., Recipe], digits: Callable[..., Recipe], tmp_path: Path
+    case: str, tiny: MakeRecipe, digits: MakeRecipe, tmp_path: Path
 ) -> None:
     """Dropout is on, so the random numbers must be the same, too."""
     kind, router, changes = SAME[case]
@@ -123,7 +135,7 @@ def test_the_log_waits_only_for_steps_long_ago(waited: list[tuple[int, int]], tm
 
 
 def test_an_interrupted_run_has_logged_all_its_steps(
-    waited: list[tuple[int, int]], tiny: Callable[..., Recipe], tmp_path: Path
+    waited: list[tuple[int, int]], tiny: MakeRecipe, tmp_path: Path
 ) -> None:
     """Ctrl-C while numbers are still on the GPU."""
 
@@ -139,7 +151,7 @@ def test_an_interrupted_run_has_logged_all_its_steps(
 
 
 def test_late_numbers_give_the_same_log(
-    waited: list[tuple[int, int]], tiny: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    waited: list[tuple[int, int]], tiny: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Snapshots, evaluations and checkpoints come in between; the checkpoints contain the log up to their step."""
     task = make_task(tiny({**TEXT, "training.keep": "best", "training.steps": 7}))
@@ -154,9 +166,7 @@ def test_late_numbers_give_the_same_log(
     assert (tmp_path / "late" / "log.jsonl").read_text() == (tmp_path / "usual" / "log.jsonl").read_text()
 
 
-def test_a_held_out_loss_of_nan_is_never_the_best(
-    tiny: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_held_out_loss_of_nan_is_never_the_best(tiny: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     losses = iter([math.nan, 3.0, math.nan, 4.0])
     monkeypatch.setattr("holdfast.train.loop.held_out_loss", lambda *_, **__: next(losses))
     task = make_task(tiny({"training.keep": "best", "training.steps": 7, "training.save_every": 2}))
@@ -167,10 +177,11 @@ def test_a_held_out_loss_of_nan_is_never_the_best(
 
 @pytest.mark.parametrize("trainer", [False, True], ids=["loop", "Trainer"])
 def test_a_run_that_diverges_in_its_last_step_fails_and_stores_no_checkpoint(
-    trainer: bool, tiny: Callable[..., Recipe], tmp_path: Path
+    trainer: bool, tiny: MakeRecipe, tmp_path: Path
 ) -> None:
     """A learning rate this large overflows float32 in one update, after which no forward follows."""
     task = make_task(tiny({"training.steps": 1, "training.warmup": 0, "training.learning_rate": 1e39}))
-    with pytest.raises(ValueError, match=r"is NaN or infinite after step 1: .* training\.learning_rate"):
-        trained(task, "smoe", tmp_path, trainer=trainer)
+    assert_refused(
+        r"is NaN or infinite after step 1: .* training\.learning_rate", trained, task, "smoe", tmp_path, trainer=trainer
+    )
     assert list(tmp_path.glob("checkpoint-*")) == []

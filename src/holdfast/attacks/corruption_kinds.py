@@ -1,4 +1,4 @@
-"""The fifteen kinds of image corruption in torch, and the filters that they use.
+"""The fifteen kinds of image corruption in torch with their settings, and the filters that they use.
 
     noise       gaussian_noise, shot_noise, impulse_noise
     blur        defocus_blur, glass_blur, motion_blur, zoom_blur
@@ -6,11 +6,14 @@
     digital     contrast, elastic_transform, pixelate, jpeg_compression
 
 Each function takes `images (B,C,H,W)` in [0,1], one random generator per image, and the settings of a severity. The caller
-clamps the result to [0,1].
+clamps the result to [0,1]. `CORRUPTIONS` has the published settings: `large` for 224 x 224 pixels (ImageNet-C), `small` for
+32 x 32 (CIFAR-10-C), severities 1 to 5, in the order of the function's arguments.
 """
 
 import math
+from collections.abc import Callable
 from random import Random
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -21,13 +24,47 @@ from holdfast.attacks.threat import draw
 FAINT = 1e-3  # taps of a filter below this share of its largest are skipped
 
 Sources = list[torch.Generator]  # one generator per image
+Group = Literal["noise", "blur", "weather", "digital"]
+Setting = tuple[Any, ...]  # the arguments of a function at one severity
+Kind = TypeVar("Kind", bound=Callable[..., Tensor])
+FOR_LARGE, FOR_SMALL = 244, 32  # the published elastic settings are shares of these; the 244 is published so
 
 
+class Corruption(NamedTuple):
+    group: Group
+    apply: Callable[..., Tensor]
+    large: tuple[Setting, ...]
+    small: tuple[Setting, ...]
+
+
+CORRUPTIONS: dict[str, Corruption] = {}
+
+
+def corruption(group: Group, large: tuple[Setting, ...], small: tuple[Setting, ...]) -> Callable[[Kind], Kind]:
+    """Return a decorator that adds a function to `CORRUPTIONS`, with its settings for large and for small images."""
+
+    def add(apply: Kind) -> Kind:
+        CORRUPTIONS[apply.__name__] = Corruption(group, apply, large, small)
+        return apply
+
+    return add
+
+
+def each(*values: float) -> tuple[Setting, ...]:
+    return tuple((value,) for value in values)
+
+
+def shares(size: int, *settings: tuple[float, float, float]) -> tuple[Setting, ...]:
+    return tuple(tuple(size * share for share in setting) for setting in settings)
+
+
+@corruption("noise", each(0.08, 0.12, 0.18, 0.26, 0.38), each(0.04, 0.06, 0.08, 0.09, 0.10))
 def gaussian_noise(images: Tensor, sources: Sources, scale: float) -> Tensor:
     """Return x + scale n with normal n."""
     return images + scale * draw(lambda source: torch.randn(images.shape[1:], generator=source), sources, images)
 
 
+@corruption("noise", each(60, 25, 12, 5, 3), each(500, 250, 100, 75, 50))
 def shot_noise(images: Tensor, sources: Sources, photons: float) -> Tensor:
     """Return Poisson(photons x) / photons, the noise of a sensor that counts photons."""
     means = (images.float() * photons).cpu()
@@ -35,6 +72,7 @@ def shot_noise(images: Tensor, sources: Sources, photons: float) -> Tensor:
     return torch.stack(counts).to(images) / photons
 
 
+@corruption("noise", each(0.03, 0.06, 0.09, 0.17, 0.27), each(0.01, 0.02, 0.03, 0.05, 0.07))
 def impulse_noise(images: Tensor, sources: Sources, share: float) -> Tensor:
     """Set each value to 0 or to 1, with probability share / 2 each."""
     chance = draw(lambda source: torch.rand(images.shape[1:], generator=source), sources, images)
@@ -42,11 +80,19 @@ def impulse_noise(images: Tensor, sources: Sources, share: float) -> Tensor:
     return salted.masked_fill(chance > 1 - share / 2, 0.0)
 
 
+@corruption(
+    "blur", ((3, 0.1), (4, 0.5), (6, 0.5), (8, 0.5), (10, 0.5)), ((0.3, 0.4), (0.4, 0.5), (0.5, 0.6), (1, 0.2), (1.5, 0.1))
+)
 def defocus_blur(images: Tensor, sources: Sources, radius: float, smooth: float) -> Tensor:
     """Spread each point over a disc."""
     return convolve(images, disc(radius, smooth))
 
 
+@corruption(
+    "blur",
+    ((0.7, 1, 2), (0.9, 2, 1), (1, 2, 3), (1.1, 3, 2), (1.5, 4, 2)),
+    ((0.05, 1, 1), (0.25, 1, 1), (0.4, 1, 1), (0.25, 1, 2), (0.4, 1, 2)),
+)
 def glass_blur(images: Tensor, sources: Sources, sigma: float, reach: int, rounds: int) -> Tensor:
     """Blur, swap each pixel with one at most `reach` away, `rounds` times, and blur again.
 
@@ -74,73 +120,45 @@ def _shuffled_positions(height: int, width: int, reach: int, rounds: int, source
     return order
 
 
+@corruption("blur", ((10, 3), (15, 5), (15, 8), (15, 12), (20, 15)), ((6, 1), (6, 1.5), (6, 2), (8, 2), (9, 2.5)))
 def motion_blur(images: Tensor, sources: Sources, radius: float, sigma: float) -> Tensor:
     """Smear along a direction between -45 and 45 degrees."""
     angles = draw(lambda source: torch.rand((), generator=source) * 90 - 45, sources, images)
     return smear(images, radius, sigma, angles)
 
 
+# The largest factor is that which np.arange returns; by rounding it is sometimes the excluded end.
+@corruption(
+    "blur",
+    ((1.11, 0.01), (1.15, 0.01), (1.20, 0.02), (1.24, 0.02), (1.30, 0.03)),
+    ((1.06, 0.01), (1.11, 0.01), (1.15, 0.01), (1.20, 0.01), (1.25, 0.01)),
+)
 def zoom_blur(images: Tensor, sources: Sources, most: float, step: float) -> Tensor:
     """Return the mean of the image and of its enlargements by 1, 1 + step, ... up to `most`."""
     factors = [1 + step * number for number in range(round((most - 1) / step) + 1)]
     return (images + sum(zoom(images, factor) for factor in factors)) / (len(factors) + 1)
 
 
-def contrast(images: Tensor, sources: Sources, share: float) -> Tensor:
-    """Scale each channel's distance from its mean by `share`."""
-    means = images.mean((2, 3), keepdim=True)
-    return (images - means) * share + means
+FERNS = 1.6  # the decay of the clouds whose ridges are ferns of frost
 
 
-def elastic_transform(images: Tensor, sources: Sources, stretch: float, sigma: float, jitter: float) -> Tensor:
-    """Apply an affine map that moves three points by up to `jitter` pixels, and a smooth displacement (Simard et al. 2003).
-
-    The displacement is uniform noise, blurred by sigma and multiplied by `stretch`. One interpolation applies both.
-    """
-    height, width = images.shape[-2:]
-    rows, columns = pixel_grid(images)
-    noise = draw(lambda source: torch.rand((2, height, width), generator=source) * 2 - 1, sources, images)
-    shift = stretch * blur(noise, sigma, truncate=3.0)
-    rows, columns = rows + shift[:, 0], columns + shift[:, 1]
-    reach, middle_row, middle_column = min(height, width) // 3, height // 2, width // 2
-    points = torch.tensor(
-        [
-            [middle_row + reach, middle_column + reach, 1],
-            [middle_row + reach, middle_column - reach, 1],
-            [middle_row - reach, middle_column - reach, 1],
-        ]
-    ).to(images)
-    moves = draw(lambda source: torch.rand((3, 2), generator=source) * 2 - 1, sources, images) * jitter
-    # A point with a 1 appended, times the (3,2) matrix, is its source.
-    matrix = torch.linalg.solve(points.double(), (points[:, :2] + moves).double()).to(images)[:, None, None]
-    origins = rows.unsqueeze(-1) * matrix[..., 0, :] + columns.unsqueeze(-1) * matrix[..., 1, :] + matrix[..., 2, :]
-    return sample(images, origins[..., 0], origins[..., 1])
-
-
-def pixelate(images: Tensor, sources: Sources, share: float) -> Tensor:
-    """Replace each pixel by the mean of its cell; a side has `share` times as many cells as pixels.
-
-    This equals shrinking and enlarging with a box filter.
-    """
-    down, across = (_cell_mean_matrix(size, max(int(size * share), 1), images) for size in images.shape[-2:])
-    return down @ images @ across.t()
-
-
-def _cell_mean_matrix(size: int, cells: int, like: Tensor) -> Tensor:
-    """Return the matrix (size,size) that averages over the cell of each pixel."""
-    cell = ((2 * torch.arange(size) + 1) * cells).div(2 * size, rounding_mode="floor")
-    together = (cell.unsqueeze(1) == cell).float()
-    return (together / together.sum(1, keepdim=True)).to(like)
-
-
-GREY = (0.299, 0.587, 0.114)  # contributions of red, green and blue to brightness
-NO_FROST = (
-    "frost needs photographs of frost, which cannot be shipped with Holdfast: frost1.png to frost6.jpg, in the folder "
-    "ImageNet-C/create_c of the GitHub repository hendrycks/robustness. Load them as a tensor (photographs, channels, "
-    "height, width) with values from 0 to 1, at least as large as the images, and pass it as frost=..."
+@corruption(
+    "weather",
+    (
+        (0.1, 0.3, 3, 0.5, 10, 4, 0.8),
+        (0.2, 0.3, 2, 0.5, 12, 4, 0.7),
+        (0.55, 0.3, 4, 0.9, 12, 8, 0.7),
+        (0.55, 0.3, 4.5, 0.85, 12, 8, 0.65),
+        (0.55, 0.3, 2.5, 0.85, 12, 12, 0.55),
+    ),
+    (
+        (0.1, 0.2, 1, 0.6, 8, 3, 0.95),
+        (0.1, 0.2, 1, 0.5, 10, 4, 0.9),
+        (0.15, 0.3, 1.75, 0.55, 10, 4, 0.9),
+        (0.25, 0.3, 2.25, 0.6, 12, 6, 0.85),
+        (0.3, 0.3, 1.25, 0.65, 14, 12, 0.8),
+    ),
 )
-
-
 def snow(
     images: Tensor,
     sources: Sources,
@@ -163,11 +181,19 @@ def snow(
     return whitened + flakes + flakes.flip((-2, -1))
 
 
+@corruption(
+    "weather",
+    ((1, 0.4), (0.8, 0.6), (0.7, 0.7), (0.65, 0.7), (0.6, 0.75)),
+    ((1, 0.2), (1, 0.3), (0.9, 0.4), (0.85, 0.4), (0.75, 0.45)),
+)
 def frost(images: Tensor, sources: Sources, keep: float, cover: float, photographs: Tensor | None) -> Tensor:
-    """Return keep x + cover f, where f is a random part of a random photograph of frost."""
-    if photographs is None:
-        raise ValueError(NO_FROST)
+    """Return keep x + cover f, where f is a random part of a random photograph of frost.
+
+    Without photographs, f is a texture of ours: the ridges of clouds, bright lines that branch as ferns of frost do.
+    """
     height, width = images.shape[-2:]
+    if photographs is None:
+        return keep * images + cover * (1 - (2 * cloud_noise(images, FERNS, sources) - 1).abs()).square()
     if photographs.dim() != 4 or photographs.shape[-2] < height or photographs.shape[-1] < width:
         got = tuple(photographs.shape)
         raise ValueError(f"frost has shape {got}; expected (photographs, channels, at least {height}, at least {width}).")
@@ -183,19 +209,23 @@ def frost(images: Tensor, sources: Sources, keep: float, cover: float, photograp
     return keep * images + cover * torch.stack(parts)
 
 
+@corruption(
+    "weather", ((1.5, 2), (2, 2), (2.5, 1.7), (2.5, 1.5), (3, 1.4)), ((0.2, 3), (0.5, 3), (0.75, 2.5), (1, 2), (1.5, 1.75))
+)
 def fog(images: Tensor, sources: Sources, thickness: float, decay: float) -> Tensor:
     """Return (x + thickness clouds) max / (max + thickness), max the largest value, so that brightness stays."""
     brightest = images.amax((1, 2, 3), keepdim=True)
-    clouds = cloud_noise(max(images.shape[-2:]), decay, sources, images)[..., : images.shape[-2], : images.shape[-1]]
-    return (images + thickness * clouds) * brightest / (brightest + thickness)
+    return (images + thickness * cloud_noise(images, decay, sources)) * brightest / (brightest + thickness)
 
 
-def cloud_noise(least: int, decay: float, sources: Sources, like: Tensor) -> Tensor:
-    """Return clouds (B,1,S,S) between 0 and 1, S the next power of two, by the diamond-square algorithm on a torus.
+def cloud_noise(images: Tensor, decay: float, sources: Sources) -> Tensor:
+    """Return clouds (B,1,H,W) between 0 and 1, cut out of a square whose side is the next power of two.
 
-    A point halfway between known ones is their mean plus noise, whose amplitude falls by decay^2 from scale to scale.
+    They are made by the diamond-square algorithm on a torus: a point halfway between known ones is their mean plus noise,
+    whose amplitude falls by decay^2 from scale to scale.
     """
-    size = 1 << max(least - 1, 1).bit_length()
+    height, width = images.shape[-2:]
+    size = 1 << max(height - 1, width - 1, 1).bit_length()
     field = torch.zeros(len(sources), size, size, dtype=torch.float64)
     step, amplitude = size, 1.0
     while step >= 2:
@@ -209,13 +239,14 @@ def cloud_noise(least: int, decay: float, sources: Sources, like: Tensor) -> Ten
         field[:, ::step, half::step], field[:, half::step, ::step] = tops, lefts
         step, amplitude = half, amplitude / decay**2
     field = field - field.amin((1, 2), keepdim=True)
-    return (field / field.amax((1, 2), keepdim=True)).unsqueeze(1).to(like)
+    return (field / field.amax((1, 2), keepdim=True))[:, None, :height, :width].to(images)
 
 
 def _noise(points: int, sources: Sources) -> Tensor:
     return torch.stack([torch.rand((points, points), generator=source, dtype=torch.float64) * 2 - 1 for source in sources])
 
 
+@corruption("weather", each(0.1, 0.2, 0.3, 0.4, 0.5), each(0.05, 0.1, 0.15, 0.2, 0.3))
 def brightness(images: Tensor, sources: Sources, more: float) -> Tensor:
     """Raise V of HSV by `more`, at the same hue and saturation: scale all channels by V' / V; black becomes grey."""
     value = images.amax(1, keepdim=True)
@@ -225,9 +256,51 @@ def brightness(images: Tensor, sources: Sources, more: float) -> Tensor:
 
 def grey(images: Tensor) -> Tensor:
     """Return the brightness (B,1,H,W)."""
-    if images.shape[1] == 1:
-        return images
-    return (images * torch.tensor(GREY).to(images).view(1, 3, 1, 1)).sum(1, keepdim=True)
+    return images if images.shape[1] == 1 else _change_basis(images, TO_YCBCR[:1])
+
+
+@corruption("digital", each(0.4, 0.3, 0.2, 0.1, 0.05), each(0.75, 0.5, 0.4, 0.3, 0.15))
+def contrast(images: Tensor, sources: Sources, share: float) -> Tensor:
+    """Scale each channel's distance from its mean by `share`."""
+    means = images.mean((2, 3), keepdim=True)
+    return (images - means) * share + means
+
+
+@corruption(
+    "digital",
+    shares(FOR_LARGE, (2, 0.7, 0.1), (2, 0.08, 0.2), (0.05, 0.01, 0.02), (0.07, 0.01, 0.02), (0.12, 0.01, 0.02)),
+    shares(FOR_SMALL, (0, 0, 0.08), (0.05, 0.2, 0.07), (0.08, 0.06, 0.06), (0.1, 0.04, 0.05), (0.1, 0.03, 0.03)),
+)
+def elastic_transform(images: Tensor, sources: Sources, stretch: float, sigma: float, jitter: float) -> Tensor:
+    """Apply an affine map that moves three points by up to `jitter` pixels, and a smooth displacement (Simard et al. 2003).
+
+    The displacement is uniform noise, blurred by sigma and multiplied by `stretch`. One interpolation applies both.
+    """
+    height, width = images.shape[-2:]
+    rows, columns = pixel_grid(images)
+    noise = draw(lambda source: torch.rand((2, height, width), generator=source) * 2 - 1, sources, images)
+    shift = stretch * blur(noise, sigma, truncate=3.0)
+    rows, columns = rows + shift[:, 0], columns + shift[:, 1]
+    corners = torch.tensor([[1, 1], [1, -1], [-1, -1]])
+    points = (torch.tensor([height // 2, width // 2]) + min(height, width) // 3 * corners).to(images)
+    moves = draw(lambda source: torch.rand((3, 2), generator=source) * 2 - 1, sources, images) * jitter
+    # A point with a 1 appended, times the (3,2) matrix, is its source.
+    matrix = torch.linalg.solve(F.pad(points, (0, 1), value=1).double(), (points + moves).double()).to(images)[:, None, None]
+    origins = rows.unsqueeze(-1) * matrix[..., 0, :] + columns.unsqueeze(-1) * matrix[..., 1, :] + matrix[..., 2, :]
+    return sample(images, origins[..., 0], origins[..., 1])
+
+
+@corruption("digital", each(0.6, 0.5, 0.4, 0.3, 0.25), each(0.95, 0.9, 0.85, 0.75, 0.65))
+def pixelate(images: Tensor, sources: Sources, share: float) -> Tensor:
+    """Replace each pixel by the mean of its cell; a side has `share` times as many cells as pixels.
+
+    This equals shrinking and enlarging with a box filter.
+    """
+    means = []  # for each side, the matrix (size,size) that averages over the cell of each pixel
+    for size in images.shape[-2:]:
+        cell = ((2 * torch.arange(size) + 1) * max(int(size * share), 1)).div(2 * size, rounding_mode="floor")
+        means.append(F.normalize((cell.unsqueeze(1) == cell).float(), p=1, dim=1).to(images))
+    return means[0] @ images @ means[1].t()
 
 
 # Annex K of ITU-T T.81: quantisation steps of brightness and of colour, for quality 50.
@@ -252,6 +325,7 @@ TO_YCBCR = ((0.299, 0.587, 0.114), (-0.168736, -0.331264, 0.5), (0.5, -0.418688,
 TO_RGB = ((1.0, 0.0, 1.402), (1.0, -0.344136, -0.714136), (1.0, 1.772, 0.0))
 
 
+@corruption("digital", each(25, 18, 15, 10, 7), each(80, 65, 58, 50, 40))
 def jpeg_compression(images: Tensor, sources: Sources, quality: float) -> Tensor:
     """Return the images after JPEG compression of this quality, 1 to 100; values have 8 bits.
 
@@ -260,12 +334,10 @@ def jpeg_compression(images: Tensor, sources: Sources, quality: float) -> Tensor
     """
     height, width = images.shape[-2:]
     pixels = (images * 255).round()
-    if images.shape[1] == 1:
-        return (
-            _quantised_blocks(pixels - 128, _steps(LUMINANCE, quality), height, width).add(128).round().clamp(0, 255) / 255
-        )
-    planes = _change_basis(pixels, TO_YCBCR)
+    planes = pixels if images.shape[1] == 1 else _change_basis(pixels, TO_YCBCR)
     light = _quantised_blocks(planes[:, :1].round() - 128, _steps(LUMINANCE, quality), height, width) + 128
+    if images.shape[1] == 1:
+        return light.round().clamp(0, 255) / 255
     colours = F.pad(planes[:, 1:], (0, width % 2, 0, height % 2), mode="replicate")
     colours = F.avg_pool2d(colours, 2).round()
     colours = _quantised_blocks(colours, _steps(CHROMINANCE, quality), *colours.shape[-2:])
@@ -294,7 +366,7 @@ def _quantised_blocks(planes: Tensor, steps: Tensor, height: int, width: int) ->
 
 
 def _change_basis(planes: Tensor, matrix: tuple[tuple[float, ...], ...]) -> Tensor:
-    """Multiply the three channels by a matrix."""
+    """Multiply the three channels by a matrix (channels of the result, 3)."""
     return torch.einsum("ij,bjhw->bihw", torch.tensor(matrix).to(planes), planes)
 
 

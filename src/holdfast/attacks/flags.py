@@ -5,7 +5,7 @@ vanish (there was no direction to follow), or if an attack without gradients doe
 """
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -23,9 +23,12 @@ Kind = Literal[
     "not finite",
     "probabilities",
     "black box beats white box",
+    "more steps help",
     "nothing changed",
+    "still improving",
 ]
 TOLERANCE = 1e-5  # two forwards that differ by more, relative to the largest logit, are random; GPU kernels differ by less
+LATE_SHARE = 0.1  # of successes in the last quarter of the steps, above which an attack needs more steps
 CHECKED_EXAMPLES = 64  # examples that the checks run on
 
 
@@ -44,7 +47,7 @@ class Flag:
         return f"{self.kind}: {self.detail}"
 
     def summary(self) -> Json:
-        return {"kind": self.kind, "detail": self.detail}
+        return vars(self).copy()
 
 
 class AttackResult:
@@ -54,13 +57,11 @@ class AttackResult:
 
     def summary(self) -> dict[str, Json]:
         """Return what to store as JSON."""
-        return {name: _as_json(getattr(self, name)) for name in self.stored}
-
-
-def _as_json(value: Any) -> Json:
-    if isinstance(value, tuple):
-        return [entry.summary() if isinstance(entry, Flag) else entry for entry in value]
-    return dict(value) if isinstance(value, Mapping) else value  # type: ignore[no-any-return]
+        found: dict[str, Any] = {name: getattr(self, name) for name in self.stored}
+        for name, value in found.items():
+            if isinstance(value, tuple):
+                found[name] = [entry.summary() if isinstance(entry, Flag) else entry for entry in value]
+        return found
 
 
 def warn(*flags: Flag) -> tuple[Flag, ...]:
@@ -83,9 +84,8 @@ def check_model(model: Model, inputs: Tensor, labels: Tensor) -> tuple[Flag, ...
     # Cross-entropy expects logits: a softmax before it flattens its gradient.
     sums = once.float().sum(-1)
     if once.shape[-1] > 1 and bool((once >= 0).all() & ((sums - 1).abs() < 1e-3).all()):
-        flags.append(
-            Flag("probabilities", "the outputs look like probabilities; attacks need the logits before the softmax.")
-        )
+        detail = "the outputs look like probabilities; attacks need the logits before the softmax."
+        flags.append(Flag("probabilities", detail))
     labels = labels.long()
     logits, gradients = input_gradients(model, inputs, lambda out: F.cross_entropy(out.float(), labels, reduction="sum"))
     wrong = logits.argmax(-1) != labels
@@ -95,8 +95,7 @@ def check_model(model: Model, inputs: Tensor, labels: Tensor) -> tuple[Flag, ...
 def checked_logits(logits: Tensor, inputs: Tensor) -> Tensor:
     """Return `logits`. Raise ValueError unless they have shape (inputs, classes)."""
     if logits.dim() != 2 or logits.shape[0] != inputs.shape[0]:
-        shape = tuple(logits.shape)
-        count = inputs.shape[0]
+        shape, count = tuple(logits.shape), len(inputs)
         raise ValueError(f"the model returned shape {shape} for {count} inputs; expected logits (inputs, classes).")
     return logits
 
@@ -136,8 +135,7 @@ def zero_gradient_flag(gradients: Tensor, among: Tensor | None = None, what: str
     if not vanish.any():
         return ()
     missing = f"no gradient reaches {int(vanish.sum())} of {vanish.numel()} {what}"
-    detail = f"{missing}: attacks that follow gradients cannot work there."
-    return (Flag("zero gradients", detail),)
+    return (Flag("zero gradients", f"{missing}: attacks that follow gradients cannot work there."),)
 
 
 def black_box_flag(white: Tensor, black: Tensor, name: str) -> tuple[Flag, ...]:
@@ -148,8 +146,18 @@ def black_box_flag(white: Tensor, black: Tensor, name: str) -> tuple[Flag, ...]:
     extra = int((black & ~white).sum())
     if extra == 0:
         return ()
-    detail = (
-        f"{name}, which uses no gradients, succeeded on {extra} of {white.numel()} examples "
-        "where attacks with gradients failed: the gradients are misleading, or the attacks need more steps."
-    )
-    return (Flag("black box beats white box", detail),)
+    where = f"on {extra} of {white.numel()} examples where attacks with gradients failed"
+    why = "the gradients are misleading, or the attacks need more steps"
+    return (Flag("black box beats white box", f"{name}, which uses no gradients, succeeded {where}: {why}."),)
+
+
+def late_flag(late: Tensor, found: Tensor, steps: int) -> tuple[Flag, ...]:
+    """Flag an attack that still found much in the last steps of its runs.
+
+    late, found    (B,) bool: the examples that the attack succeeded on in its last steps only, and in any step
+    """
+    count, total = int(late.sum()), int(found.sum())
+    if steps < 4 or count <= LATE_SHARE * total:  # fewer steps have no last quarter
+        return ()
+    detail = f"{count} of {total} successes came in the last quarter of {steps} steps: more steps would find more."
+    return (Flag("more steps help", detail),)

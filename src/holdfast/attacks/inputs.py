@@ -9,7 +9,7 @@ B inputs in a batch
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -44,13 +44,14 @@ class AttackedInputs(AttackResult):
     budget: float
     norm: Norm
     bounds: Bounds
-    steps: int
-    restarts: int
-    seed: int | None  # None if the attack is deterministic
+    steps: int = 1
+    restarts: int = 1
+    seed: int | None = None  # None if the attack is deterministic
     black_box: bool = False  # the attack used no gradients
     options: Mapping[str, Json] = field(default_factory=dict)
     flags: tuple[Flag, ...] = ()
     ranks: Tensor | None = None  # (B,) int64: the largest number of classes above the right one at any input tried
+    shared: bool = False  # all inputs have one perturbation, so that results cannot be mixed input by input
 
     @property
     def clean_accuracy(self) -> float:
@@ -95,6 +96,7 @@ def worst_of(*results: AttackedInputs) -> AttackedInputs:
     if not results:
         raise ValueError("worst_of needs at least one result.")
     first = results[0]
+    worst = first
     for other in results[1:]:
         same = (other.budget, other.norm, other.bounds) == (first.budget, first.norm, first.bounds)
         if not same or other.inputs.shape != first.inputs.shape:
@@ -102,8 +104,6 @@ def worst_of(*results: AttackedInputs) -> AttackedInputs:
                 f"{first.attack} and {other.attack} attacked different inputs or under different threat models "
                 f"({first.norm} {first.budget:g} and {other.norm} {other.budget:g}); they cannot be combined."
             )
-    worst = first
-    for other in results[1:]:
         worst = _with_successes(worst, other)
     white = [result.success for result in results if not result.black_box]
     black = [result for result in results if result.black_box]
@@ -124,7 +124,13 @@ def worst_of(*results: AttackedInputs) -> AttackedInputs:
 
 
 def _with_successes(result: AttackedInputs, other: AttackedInputs) -> AttackedInputs:
-    """Return a result in which inputs that only the other attack got misclassified are those of the other attack."""
+    """Return a result in which inputs that only the other attack got misclassified are those of the other attack.
+
+    With a shared perturbation it is that of the attack that got more inputs misclassified.
+    """
+    if result.shared:
+        best = other if int(other.success.sum()) > int(result.success.sum()) else result
+        return replace(result, inputs=best.inputs, success=best.success, distances=best.distances, ranks=best.ranks)
     better = other.success & ~result.success
     return replace(
         result,
@@ -140,7 +146,7 @@ def attack_curve(attack: Callable[[float], AttackedInputs], budgets: Sequence[fl
 
     `attack` attacks the same inputs each time. A budget of 0 is the clean error. An input within a small ball is also within
     every larger one. So what an attack has found at a smaller budget counts at the larger ones too: the error never falls
-    with the budget, as for the best attacker, which attacks alone need not do.
+    with the budget, as for the best attacker, which attacks alone need not do. A universal perturbation counts as a whole.
     """
     points: list[AttackedInputs] = []
     for budget in ascending(budgets):
@@ -185,8 +191,7 @@ class InputSearch:
         with torch.no_grad():
             logits = checked_logits(model(self.clean), self.clean)
         self.best = self.clean
-        self.wrong = logits.argmax(-1) != labels
-        self.already_wrong = self.wrong
+        self.wrong = self.already_wrong = logits.argmax(-1) != labels
         self.loss = losses(logits, labels, threat.loss)
         self.ranks = ranks_of(logits, labels)
         self.top = threat.top if threat.top < logits.shape[-1] else 1  # among all classes, every class has a place
@@ -195,11 +200,6 @@ class InputSearch:
     def finished(self) -> Tensor:
         """(B,) bool: nothing is left to attack, because the right class is no longer among the `top` largest logits."""
         return self.wrong if self.top == 1 else self.ranks >= self.top
-
-    @property
-    def done(self) -> bool:
-        """Whether nothing is left to attack in the whole batch."""
-        return bool(self.finished.all())
 
     def projected(self, perturbed: Tensor) -> Tensor:
         """Return the inputs projected onto the allowed ball and bounds."""
@@ -212,9 +212,8 @@ class InputSearch:
 
     def gradient_at(self, perturbed: Tensor) -> Tensor:
         """Do as `try_inputs`, and return the gradient of the loss at these inputs."""
-        logits, gradient = input_gradients(
-            self.model, perturbed, lambda logits: losses(logits, self.labels, self.threat.loss).sum()
-        )
+        total = lambda logits: losses(logits, self.labels, self.threat.loss).sum()  # noqa: E731
+        logits, gradient = input_gradients(self.model, perturbed, total)
         self.keep_worst(perturbed, logits)
         return gradient
 
@@ -276,13 +275,13 @@ class Threat:
         name: str,
         batch: int | None = None,
         check: bool = True,
-        steps: int = 1,
-        restarts: int = 1,
-        seed: int | None = None,
-        black_box: bool = False,
         options: Mapping[str, Json] | None = None,
+        **record: Any,
     ) -> AttackedInputs:
-        """Call `attack(search, index of the batch's first input)` on each batch, and return what it found as one result."""
+        """Call `attack(search, index of the batch's first input)` on each batch, and return what it found as one result.
+
+        record  further fields of the result: steps, restarts, seed, black_box
+        """
         check_bounds(inputs, self.bounds)
         if labels.shape != inputs.shape[:1] or labels.is_floating_point() or labels.dtype == torch.bool:
             got = f"{labels.dtype} of shape {tuple(labels.shape)}"
@@ -307,11 +306,8 @@ class Threat:
             budget=self.budget,
             norm=self.norm,
             bounds=self.bounds,
-            steps=steps,
-            restarts=restarts,
-            seed=seed,
-            black_box=black_box,
             options={"loss": self.loss, **({"top": self.top} if self.top > 1 else {}), **(options or {})},
             flags=flags,
             ranks=torch.cat([labels[:0], *(search.ranks for search in searches)]),
+            **record,
         )

@@ -11,7 +11,7 @@ P projects onto the ball and the bounds. Inputs are images in [0,1], or embeddin
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -93,30 +93,35 @@ def pgd(
 
     def attack(search: InputSearch, first: int) -> None:
         for restart in range(restarts):
-            perturbed = search.clean
-            if random_start:
-                sources = generators(seed, perturbed.shape[0], "pgd", restart, first=first)
-                perturbed = search.projected(perturbed + budget * in_unit_ball(perturbed, norm, sources))
-            for _ in range(steps):
-                gradient = search.gradient_at(perturbed)
-                if search.done:
-                    return
-                perturbed = search.projected(perturbed + step * direction(gradient, norm))
-            search.try_inputs(perturbed)
+            start = random_inputs(search, seed, "pgd", restart, first) if random_start else search.clean
+            climb(search, start, search.gradient_at, steps, step)
 
-    return threat.run(
-        attack,
-        model,
-        inputs,
-        labels,
-        name="PGD",
-        batch=batch,
-        check=check,
-        steps=steps,
-        restarts=restarts,
-        seed=seed if random_start else None,
-        options={"step": step, "random_start": random_start},
-    )
+    record = {"steps": steps, "restarts": restarts, "seed": seed if random_start else None}
+    options = {"step": step, "random_start": random_start}
+    return threat.run(attack, model, inputs, labels, name="PGD", batch=batch, check=check, options=options, **record)
+
+
+def random_inputs(search: InputSearch, seed: int, name: str, restart: int, first: int) -> Tensor:
+    """Return a random input within the ball and the bounds for each example; `first` is the number of the first of them."""
+    clean, threat = search.clean, search.threat
+    sources = generators(seed, clean.shape[0], name, restart, first=first)
+    return search.projected(clean + threat.budget * in_unit_ball(clean, threat.norm, sources))
+
+
+def climb(
+    search: InputSearch, perturbed: Tensor, gradient_at: Callable[[Tensor], Tensor], steps: int, step: float
+) -> Tensor:
+    """Take gradient steps from `perturbed`, each followed by a projection, and return where they end.
+
+    `gradient_at` reports what it tries to `search`.
+    """
+    for _ in range(steps):
+        gradient = gradient_at(perturbed)
+        if search.finished.all():
+            return perturbed
+        perturbed = search.projected(perturbed + step * direction(gradient, search.threat.norm))
+    search.try_inputs(perturbed)
+    return perturbed
 
 
 def in_unit_ball(like: Tensor, norm: Norm, sources: list[torch.Generator]) -> Tensor:
@@ -189,19 +194,9 @@ def spsa(
             perturbed = search.projected(perturbed + step * way)
             search.try_inputs(perturbed)
 
-    return threat.run(
-        attack,
-        model,
-        inputs,
-        labels,
-        name="SPSA",
-        batch=batch,
-        check=check,
-        steps=steps,
-        seed=seed,
-        black_box=True,
-        options={"step": step, "samples": samples, "delta": delta, "queries": steps * (2 * samples + 1) + 1},
-    )
+    record = {"steps": steps, "seed": seed, "black_box": True}
+    options = {"step": step, "samples": samples, "delta": delta, "queries": steps * (2 * samples + 1) + 1}
+    return threat.run(attack, model, inputs, labels, name="SPSA", batch=batch, check=check, options=options, **record)
 
 
 @torch.no_grad()

@@ -11,23 +11,31 @@ from typing import Any, TypeVar, final
 
 from torch import Tensor
 
+from holdfast.attacks.adaptive import adaptive
 from holdfast.attacks.flags import Model
+from holdfast.attacks.guided_words import guided_typos, synonyms
 from holdfast.attacks.inputs import AttackedInputs
 from holdfast.attacks.pixels import fgsm, pgd, spsa
-from holdfast.attacks.text import GENERIC, AttackedText, Spans, misspell, swap_words
+from holdfast.attacks.text import GENERIC, AttackedText, misspell, swap_words
 from holdfast.attacks.threat import distances
+from holdfast.attacks.universal import universal
 from holdfast.errors import unknown_name
 from holdfast.plugins import Registry, check_name, watch
 
 BUDGETS = {"text": "rate", "images": "budget"}  # task: the keyword of an attack's budget, which it must have
 PIXEL_OPTIONS = ("top", "step", "restarts", "random_start", "samples")  # of attacks on pixels; passed only if given
+GUIDES = ("passages", "score", "neighbours", "similarity")  # of attacks that read the model; passed only if named
 KEYWORDS = {
-    "text": ("rate", "seed", "keys", "words", "pieces"),
+    "text": ("rate", "seed", "keys", "words", "pieces", *GUIDES),
     "images": ("budget", "steps", "seed", "batch", *PIXEL_OPTIONS),
 }
 TABLES = {  # `holdfast attack` runs these too; each returns a table, not one attacked text or batch
-    "corruptions": "every common corruption that needs no files, at one severity",
+    "corruptions": "every common corruption, at one severity",
     "routes": "the smallest perturbations of router inputs that flip tokens",
+    "universal-routes": "one perturbation of all router inputs that flips as many tokens as possible",
+    "expert": "router inputs perturbed so that tokens ask for one expert",
+    "overload": "router inputs perturbed so that one expert is asked for by as many tokens as possible",
+    "imbalance": "router inputs perturbed so that the loads of experts are as uneven as possible",
 }
 ROUNDING = 1e-6  # relative to the budget
 
@@ -50,16 +58,27 @@ class Attack:
             raise ValueError(f"there is already an attack named {self.name!r}; choose another name.")
         if self.task not in BUDGETS:
             raise ValueError(f"attack {self.name!r}: {unknown_name('task', self.task, BUDGETS)}")
-        if self.budget not in _accepted(self.run, self.task):
-            raise ValueError(
-                f"attack {self.name!r}: its function has no parameter {self.budget}; a result without its budget has no "
-                "meaning."
-            )
+        if self.budget not in self.keywords:
+            why = "a result without its budget has no meaning"
+            raise ValueError(f"attack {self.name!r}: its function has no parameter {self.budget}; {why}.")
 
     @property
     def budget(self) -> str:
         """The keyword of its budget: "rate", the share of words, or "budget", the largest perturbation."""
         return BUDGETS[self.task]
+
+    @property
+    def keywords(self) -> list[str]:
+        """The known keywords that its function takes."""
+        parameters = inspect.signature(self.run).parameters
+        takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+        return [name for name in KEYWORDS[self.task] if name in parameters or (takes_all and name not in GUIDES)]
+
+    @property
+    def reads_model(self) -> bool:
+        """Whether it attacks texts with the losses of a model, so that every model has attacked texts of its own."""
+        score = inspect.signature(self.run).parameters.get("score")
+        return self.task == "text" and score is not None and score.default is inspect.Parameter.empty
 
 
 ATTACKS: Registry[Attack] = Registry("attack")
@@ -71,7 +90,9 @@ def register_attack(name: str, *, task: str, about: str) -> Callable[[Function],
 
     task="text"       attack(texts, *, rate, seed, keys) returns an `AttackedText`; `holdfast.attacks.change_words` makes one
                       from a function of a word. It may also have the keywords `words` (the words that the model knows) and
-                      `pieces` (the spans of each document's tokens; None if the tokeniser can write every word)
+                      `pieces` (the spans of each document's tokens; None if the tokeniser can write every word). With the
+                      required keyword `score` it attacks a model: it gets `score`, and if it has them `passages`,
+                      `neighbours` and `similarity`, as `holdfast.attacks.synonyms` does
     task="images"     attack(model, pixels, labels, *, budget, steps, seed, batch) returns an `AttackedInputs`, which
                       `holdfast.attacks.Threat.run` makes; the model maps pixels between 0 and 1 to logits
 
@@ -87,7 +108,7 @@ def register_attack(name: str, *, task: str, about: str) -> Callable[[Function],
     """
 
     def add(attack: Function) -> Function:
-        ATTACKS.add(Attack(name, about, task, attack))
+        ATTACKS.register(Attack(name, about, task, attack))
         return attack
 
     return add
@@ -97,6 +118,8 @@ def find_attack(name: str, task: str | None = None) -> Attack:
     """Return the attack of this name. Raise ValueError if there is none, or if it is for another task."""
     if name not in {attack.name for attack in ATTACKS}:
         known = [attack.name for attack in ATTACKS if task in (None, attack.task)]
+        if name in TABLES and task is not None:
+            raise ValueError(f"{name} only makes a table, `holdfast attack MODEL {name}`; use {', '.join(known)} here.")
         raise ValueError(ATTACKS.unknown(name, [*known, *(TABLES if task is None else ())]))
     found = ATTACKS[name]
     if task is not None and found.task != task:
@@ -115,9 +138,9 @@ def attack_texts(
     if not len(result.texts) == len(result.changes) == len(result.words) == len(texts):
         raise ValueError(f"attack {attack.name!r} returned {len(result.texts)} texts for {len(texts)}.")
     for number, (before, after) in enumerate(zip(texts, result.texts, strict=True)):
-        if _untouched(before, [change.before for change in result.changes[number]]) != _untouched(
-            after, [change.after for change in result.changes[number]]
-        ):
+        changes = result.changes[number]
+        kept = _untouched(before, [change.before for change in changes])
+        if kept != _untouched(after, [change.after for change in changes]):
             raise ValueError(f"attack {attack.name!r} changed text {number} in places that are not in its list of changes.")
     return result
 
@@ -139,57 +162,45 @@ def attack_pixels(
         raise ValueError(f"attack {attack.name!r} returned inputs of shape {tuple(result.inputs.shape)}, not of the pixels.")
     farthest = float(distances(result.inputs, pixels, result.norm).max()) if len(pixels) else 0.0
     if not farthest <= budget * (1 + ROUNDING):
-        raise ValueError(
-            f"attack {attack.name!r} changed an image by {farthest:.4g} ({result.norm}); its budget is {budget:g}."
-        )
+        change = f"{farthest:.4g} ({result.norm})"
+        raise ValueError(f"attack {attack.name!r} changed an image by {change}; its budget is {budget:g}.")
     return result
 
 
 def require_options(attack: Attack, options: Iterable[str]) -> None:
     """Raise ValueError if an attack does not have one of these options."""
-    accepted = _accepted(attack.run, attack.task)
+    accepted = attack.keywords
     for option in options:
         if option not in accepted:
             usable = ", ".join(name for name in PIXEL_OPTIONS if name in accepted and name != "top") or "none"
             raise ValueError(f"{attack.name} has no option {option}; its options are: {usable}.")
 
 
-def _accepted(function: Callable[..., Any], task: str) -> list[str]:
-    """Return the known keywords that a function takes."""
-    parameters = inspect.signature(function).parameters
-    takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
-    return [name for name in KEYWORDS[task] if takes_all or name in parameters]
-
-
 def _wanted(attack: Attack, given: Mapping[str, Any]) -> dict[str, Any]:
-    accepted = _accepted(attack.run, attack.task)
+    accepted = attack.keywords
     return {name: value() if callable(value) else value for name, value in given.items() if name in accepted}
 
 
-def _swap_for_known_words(
-    texts: Sequence[str],
-    *,
-    rate: float,
-    seed: int,
-    keys: Sequence[str] | None = None,
-    words: Sequence[str],
-    pieces: Sequence[Spans] | None = None,
-) -> AttackedText:
+def _swap_for_known_words(texts: Sequence[str], *, words: Sequence[str], pieces: Any = None, **how: Any) -> AttackedText:
     if len({word.lower() for word in words}) < 2:  # no other word can be swapped in
-        return swap_words(texts, rate=rate, seed=seed, keys=keys, token=GENERIC)
-    return swap_words(texts, rate=rate, seed=seed, keys=keys, words=words, pieces=pieces)
+        return swap_words(texts, **how)
+    return swap_words(texts, words=words, pieces=pieces, **how)
 
 
 def _swap_for_generic(texts: Sequence[str], *, rate: float, seed: int, keys: Sequence[str] | None = None) -> AttackedText:
-    return swap_words(texts, rate=rate, seed=seed, keys=keys, token=GENERIC)
+    return swap_words(texts, rate=rate, seed=seed, keys=keys)
 
 
 for _attack in (
     Attack("words", "words swapped for others that the model knows", "text", _swap_for_known_words),
     Attack("generic", f"words swapped for the papers' token, {GENERIC}", "text", _swap_for_generic),
     Attack("typos", "words misspelt", "text", misspell),
+    Attack("synonyms", "words replaced by near ones where the loss of the model rises most", "text", synonyms),
+    Attack("guided-typos", "words misspelt where the loss of the model rises most", "text", guided_typos),
     Attack("fgsm", "one step along the sign of the gradient", "images", fgsm),
     Attack("pgd", "many small steps along the sign of the gradient, each followed by a projection", "images", pgd),
     Attack("spsa", "steps along a gradient that is estimated from logits only", "images", spsa),
+    Attack("adaptive", "steps that raise the loss and change routes at once", "images", adaptive),
+    Attack("universal", "one perturbation for all images", "images", universal),
 ):
     ATTACKS.add(_attack)

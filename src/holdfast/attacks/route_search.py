@@ -1,8 +1,8 @@
-"""The search of the routing attack: PGD towards other experts; the perturbations that flip are shortened by bisection.
+"""The search of the routing attacks: PGD towards a goal; the perturbations that reach it are shortened by bisection.
 
 `RouteProbe` runs the attacked router or model and returns for each layer the selected sets and the keys that experts were
 ranked by. `Target` says which difference of keys to raise. `RouteSearch` raises it by gradient steps, and keeps the smallest
-perturbation that flips each token.
+perturbation with which each token reaches the goal, by default to flip (`route_goals`).
 
 T tokens as rows (T,d), E experts, L layers
 """
@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from holdfast.attacks.route_goals import Goal, Layer, LeaveSet
 from holdfast.attacks.threat import derived_seed, direction, distances, gradient, project, row_norms
 from holdfast.kernels.select import top
 from holdfast.routing import Routing
@@ -20,11 +21,6 @@ from holdfast.routing.bounds import Norm
 
 Route = Callable[[Tensor], Routing | Sequence[Routing] | Tensor]  # tokens (..., d) to routings, or to scores (..., E)
 TINY = torch.finfo(torch.float32).tiny
-
-
-class Layer(NamedTuple):
-    keys: Tensor  # (T,E), differentiable: an expert with a higher key is more likely to be selected
-    chosen: Tensor  # (T,E) bool
 
 
 class RouteProbe:
@@ -36,42 +32,38 @@ class RouteProbe:
     threshold. Which of the two is decided once, at the clean tokens.
     """
 
-    def __init__(self, route: Route, tokens: Tensor, k: int | None) -> None:
-        self.route, self.shape, self.k = route, tokens.shape, k
+    def __init__(self, route: Route, tokens: Tensor, k: int | None, goal: Goal | None = None) -> None:
+        self.route, self.shape, self.k, self.goal = route, tokens.shape, k, goal or LeaveSet()
         rows = tokens.detach().reshape(-1, tokens.shape[-1])
         with torch.no_grad():
-            routings = self._routings(rows)
-        # The number of experts per token may vary if a slot is unused, or if there is a slot for every expert.
-        self.ragged = [
-            k is None and (bool((~routing.used).any()) or routing.experts.shape[-1] == routing.gates.shape[-1])
-            for routing in routings
-        ]
-        self.by_logits = [_by_logits(routing, ragged) for routing, ragged in zip(routings, self.ragged, strict=True)]
+            routings = self.routings(rows)
+        self.ragged, self.by_logits = list[bool](), list[bool]()
+        for routing in routings:
+            # The number of experts per token may vary if a slot is unused, or if there is a slot for every expert.
+            may_vary = bool((~routing.used).any()) or routing.experts.shape[-1] == routing.gates.shape[-1]
+            self.ragged.append(k is None and may_vary)
+            order = routing.logits.argsort(dim=-1, descending=True)
+            same_order = bool((routing.gates.gather(-1, order).diff(dim=-1) <= 0).all())
+            sums_to_one = bool(((routing.gates.sum(-1) - 1).abs() < 1e-3).all())
+            self.by_logits.append(same_order and not (self.ragged[-1] and sums_to_one))
         self.clean = [self._layer(index, routing) for index, routing in enumerate(routings)]
 
     def __call__(self, rows: Tensor) -> list[Layer]:
-        routings = self._routings(rows)
+        routings = self.routings(rows)
         if len(routings) != len(self.clean):
-            raise ValueError(
-                f"the route returned {len(routings)} layers; for the clean tokens it returned {len(self.clean)}."
-            )
+            raise ValueError(f"the route returned {len(routings)} layers; for clean tokens it returned {len(self.clean)}.")
         return [self._layer(index, routing) for index, routing in enumerate(routings)]
 
-    def changed(self, layers: list[Layer]) -> Tensor:
-        """Return (L,T) bool: whether the selected set differs from that of the clean token."""
-        return torch.stack([(now.chosen != was.chosen).any(-1) for now, was in zip(layers, self.clean, strict=True)])
+    def reached(self, layers: list[Layer]) -> Tensor:
+        """Return (L,T) bool: whether a token has reached the goal; by default, whether its selected set has changed."""
+        return torch.stack([self.goal.reached(now, clean) for now, clean in zip(layers, self.clean, strict=True)])
 
     def margins(self, layers: list[Layer]) -> Tensor:
-        """Return (L,T): highest key outside the clean set minus lowest key inside it; negative while the set is the same."""
-        margins = []
-        for now, was in zip(layers, self.clean, strict=True):
-            outside = now.keys.masked_fill(was.chosen, -torch.inf).amax(-1)
-            inside = now.keys.masked_fill(~was.chosen, torch.inf).amin(-1)
-            # 0 for an empty side, so that the other still counts.
-            margins.append(outside.where(~was.chosen.all(-1), 0.0) - inside.where(was.chosen.any(-1), 0.0))
-        return torch.stack(margins)
+        """Return (L,T): what to raise to reach the goal; negative before."""
+        return torch.stack([self.goal.margin(now, clean) for now, clean in zip(layers, self.clean, strict=True)])
 
-    def _routings(self, rows: Tensor) -> list[Routing]:
+    def routings(self, rows: Tensor) -> list[Routing]:
+        """Return the routing of each layer."""
         returned = self.route(rows.view(self.shape))
         if isinstance(returned, Tensor):
             if self.k is None:
@@ -82,8 +74,7 @@ class RouteProbe:
         routings = [returned] if isinstance(returned, Routing) else list(returned)
         for routing in routings:
             if routing.gates.shape[0] != rows.shape[0]:
-                got, expected = routing.gates.shape[0], rows.shape[0]
-                raise ValueError(f"the route returned a routing for {got} tokens; expected {expected}.")
+                raise ValueError(f"the route returned a routing for {len(routing.gates)} tokens; expected {len(rows)}.")
         if not routings:
             raise ValueError("the route returned no routing: the model has no MoE layer, or none was recorded.")
         return routings
@@ -92,19 +83,13 @@ class RouteProbe:
         keys = routing.logits if self.by_logits[index] else routing.gates.clamp_min(TINY).log()
         if self.k is not None and self.k > routing.experts.shape[-1]:
             raise ValueError(f"k is {self.k}, but tokens have at most {routing.experts.shape[-1]} experts.")
-        return Layer(keys, routing.sets_of_slots(self.k))
-
-
-def _by_logits(routing: Routing, ragged: bool) -> bool:
-    """Return whether keys are logits rather than log gates."""
-    order = routing.logits.argsort(dim=-1, descending=True)
-    same_order = bool((routing.gates.gather(-1, order).diff(dim=-1) <= 0).all())
-    sums_to_one = bool(((routing.gates.sum(-1) - 1).abs() < 1e-3).all())
-    return same_order and not (ragged and sums_to_one)
+        return Layer(keys, self.goal.sets(routing, self.k))
 
 
 SHORTER = 0.9  # a later round searches for perturbations of at most this share of the smallest one so far
 HALF = 0.5  # the same share if tokens are perturbed together
+SOFTNESS = 0.3  # of the count of flips by one perturbation, as a share of the median distance between keys
+LATE = 0.75  # flips that are found after this share of a run's steps are late
 
 
 class Target(NamedTuple):
@@ -117,28 +102,40 @@ class Target(NamedTuple):
     outside: Tensor | None = None  # (T,)
 
     def value(self, probe: RouteProbe, layers: list[Layer]) -> Tensor:
-        """Return (T,): the value to raise. Layers that have flipped are skipped, so that the others get the budget."""
+        """Return (T,): the value to raise. Layers that reached the goal are skipped, so that the others get the budget."""
         if self.inside is None or self.outside is None:
-            return probe.margins(layers).where(~probe.changed(layers), 0.0).sum(0)
+            return probe.margins(layers).where(~probe.reached(layers), 0.0).sum(0)
         return _key(layers[0].keys, self.outside) - _key(layers[0].keys, self.inside)
 
 
 class RouteSearch:
     """Search for flips at rows (T,d); keep the strongest input within the budget and the smallest flipping distance.
 
-    units   number of groups of tokens that are perturbed together (sequences, or the whole batch); None: each token alone
+    A flip is a token that reaches the goal of `probe`.
+
+    units       number of groups of tokens that are perturbed together (sequences, or the whole batch); None: each token
+                alone
+    universal   all tokens get the same perturbation, so `units` is 1 and all real tokens have the same budget
     """
 
     def __init__(
-        self, probe: RouteProbe, tokens: Tensor, budgets: Tensor, real: Tensor, norm: Norm, units: int | None
+        self,
+        probe: RouteProbe,
+        tokens: Tensor,
+        budgets: Tensor,
+        real: Tensor,
+        norm: Norm,
+        units: int | None,
+        universal: bool = False,
     ) -> None:
-        self.probe, self.norm, self.units = probe, norm, units
+        self.probe, self.norm, self.units, self.universal = probe, norm, units, universal
         self.clean = tokens.detach().reshape(-1, tokens.shape[-1])
         self.budgets, self.real = budgets.flatten(), real.flatten()
         self.radius = self.budgets
         self.smallest = torch.full_like(self.budgets, torch.inf)
         self.known = torch.full_like(self.budgets, torch.inf)  # `smallest` at the last call of `search_closer`
         self.share = torch.full_like(self.budgets, SHORTER)
+        self.late = torch.zeros_like(self.real)  # (T,) bool: every flip found so far was found in the last steps of a run
         self.strongest = self.clean
         self.strength = torch.full((units or self.budgets.numel(),), -torch.inf, device=tokens.device, dtype=torch.float64)
 
@@ -147,6 +144,9 @@ class RouteSearch:
         return self.smallest.isfinite()
 
     def project(self, rows: Tensor) -> Tensor:
+        if self.universal:  # the perturbations differ by rounding, which would add up over the steps
+            mean = (rows.double() - self.clean.double())[self.real].mean(0)
+            rows = (self.clean.double() + mean).to(rows.dtype)
         return project(rows, self.clean, self.radius, self.norm)
 
     def run(self, targets: list[Target], steps: int, restarts: int, bisections: int, seed: int) -> None:
@@ -164,20 +164,34 @@ class RouteSearch:
         """
         radius = self.radius.to(rows.dtype).unsqueeze(-1)
         first, flipped = rows, torch.zeros_like(self.real)
-        for _ in range(steps):
+        for number in range(steps):
             rows = rows.detach().requires_grad_()
             with torch.enable_grad():
                 layers = self.probe(rows)
-                value = target.value(self.probe, layers)
+                value = self._smooth_count(layers) if self.universal else target.value(self.probe, layers)
+            found = self.found
             flips = self.keep_worst(rows.detach(), layers)
+            self.late = self.late | flips & ~found if number >= LATE * steps else self.late & ~flips
             first, flipped = rows.detach().where(~flipped.unsqueeze(-1), first), flipped | flips
             # If tokens are perturbed together, those that have flipped no longer count, as in a hinge loss.
-            wanted = self.real if self.units is None else self.real & ~flips
+            wanted = self.real if self.units is None or self.universal else self.real & ~flips
             slope = gradient(value.where(wanted, 0.0).sum(), rows)
-            # Steps of the whole radius: the first is exact for linear keys, and shorter steps found fewer flips for others.
-            rows = self.project(rows.detach() + radius * direction(slope, self.norm))
-        self.try_inputs(rows)
+            slope = slope.sum(0, keepdim=True).expand_as(slope) if self.universal else slope
+            step = self.probe.goal.pace(number) * radius
+            rows = self.project(rows.detach() + step * direction(slope, self.norm))
+        found = self.found
+        self.late = self.late | self.try_inputs(rows) & ~found
         return rows if self.units is not None else rows.where(~flipped.unsqueeze(-1), first)
+
+    def _smooth_count(self, layers: list[Layer]) -> Tensor:
+        """Return (T,): sums of sigmoids of the margins, whose sum over tokens is about the number of flips.
+
+        One perturbation cannot flip all tokens: those near their boundaries count most, on both sides. The number of flips
+        alone has no gradient, and a hinge loss gives the tokens that are out of reach the same weight as the others.
+        """
+        margins = self.probe.margins(layers)
+        typical = margins.detach()[:, self.real].abs().median(dim=1, keepdim=True).values
+        return torch.sigmoid(margins / (SOFTNESS * typical).clamp_min(TINY)).sum(0)
 
     def try_inputs(self, rows: Tensor) -> Tensor:
         """Route these rows, call `keep_worst`, and return (T,) which of them flip."""
@@ -186,11 +200,11 @@ class RouteSearch:
 
     def keep_worst(self, rows: Tensor, layers: list[Layer]) -> Tensor:
         """Keep the rows that are stronger than before and the smallest distances of flips; return (T,) which rows flip."""
-        changed = self.probe.changed(layers) & self.real
-        flips, distance = changed.any(0), distances(rows, self.clean, self.norm)
+        reached = self.probe.reached(layers) & self.real
+        flips, distance = reached.any(0), distances(rows, self.clean, self.norm)
         # Stronger rows flip more layers and tokens. Of equal ones, the larger margin decides, which adds at most 1/4.
         margin = torch.tanh(self.probe.margins(layers).detach().double().mean(0)).nan_to_num(0.0)
-        strength = changed.sum(0) + margin.where(self.real, 0.0) / (4 * self.real.numel())
+        strength = reached.sum(0) + margin.where(self.real, 0.0) / (4 * self.real.numel())
         if self.units is not None:
             distance = self._per_token(distance.view(self.units, -1).amax(1))
             strength = strength.view(self.units, -1).sum(1)
@@ -228,7 +242,8 @@ class RouteSearch:
 
     def _noise(self, seed: int) -> Tensor:
         """Return random perturbations that are as large as the radius."""
-        noise = torch.randn(self.clean.shape, generator=torch.Generator().manual_seed(seed)).to(self.clean)
+        shape = (1, *self.clean.shape[1:]) if self.universal else self.clean.shape
+        noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(self.clean).expand_as(self.clean)
         return direction(noise, self.norm) * self.radius.to(noise.dtype).unsqueeze(-1)
 
     def _per_token(self, units: Tensor) -> Tensor:
@@ -239,17 +254,17 @@ class RouteSearch:
 def nearest_targets(search: RouteSearch, pairs: int, candidates: int) -> list[Target]:
     """Return the pairs with the nearest decision boundaries of the linearised keys, and the default target.
 
-    For several layers, return only the default target.
+    For several layers or a universal perturbation, return only the default target.
     """
     probe = search.probe
-    if len(probe.clean) > 1:
+    if len(probe.clean) > 1 or search.universal:
         return [Target()]
     rows = search.clean.detach().requires_grad_()
     with torch.enable_grad():
         keys = probe(rows)[0].keys
-    chosen = probe.clean[0].chosen
-    inside = _ranked(-keys.detach(), chosen, candidates)
-    outside = _ranked(keys.detach(), ~chosen, candidates)
+    leaving, coming = probe.goal.swaps(probe.clean[0])
+    inside = _ranked(-keys.detach(), leaving, candidates)
+    outside = _ranked(keys.detach(), coming, candidates)
     if inside.shape[1] == 0 or outside.shape[1] == 0:
         return [Target()]
     slopes = [[gradient(_key(keys, column).sum(), rows) for column in side.unbind(1)] for side in (inside, outside)]
@@ -263,10 +278,8 @@ def nearest_targets(search: RouteSearch, pairs: int, candidates: int) -> list[Ta
             valid = (i < keys.shape[-1]) & (j < keys.shape[-1]) & (slope > 0) & gap.isfinite()
             distances_to_boundary.append((gap / slope).where(valid, torch.inf))
     order = torch.stack(distances_to_boundary, 1).argsort(dim=1, stable=True)[:, :pairs]
-    targets = [
-        Target(inside.gather(1, pair // outside.shape[1]).squeeze(1), outside.gather(1, pair % outside.shape[1]).squeeze(1))
-        for pair in order.split(1, dim=1)
-    ]
+    nearest = inside.gather(1, order // outside.shape[1]), outside.gather(1, order % outside.shape[1])
+    targets = [Target(*pair) for pair in zip(*(side.unbind(1) for side in nearest), strict=True)]
     if probe.ragged[0]:  # a set may also lose or gain an expert
         threshold = torch.full_like(inside[:, 0], keys.shape[-1])
         targets += [Target(inside[:, 0], threshold), Target(threshold, outside[:, 0])]

@@ -8,9 +8,12 @@ The attack runs PGD (Madry et al. 2018) once for each of the pairs (i,j) whose d
 linearised at x (as DeepFool does, Moosavi-Dezfooli et al. 2016), and once for the best pair of each step. It shortens the
 flips it finds by bisection, and searches again at smaller budgets. Every flip it finds must be larger than the certified
 radius of its token; `route_search` has the search.
+
+Two other goals use the same search: `experts` pushes every token to experts of your choice, and `universal` looks for one
+perturbation that flips as many tokens as possible (as Moosavi-Dezfooli et al. 2017 do with images).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
@@ -22,11 +25,13 @@ from holdfast.attacks.flags import (
     AttackResult,
     Flag,
     black_box_flag,
+    late_flag,
     randomised_flag,
     train_mode_flag,
     warn,
     zero_gradient_flag,
 )
+from holdfast.attacks.route_goals import Goal, JoinExperts, LeaveSet
 from holdfast.attacks.route_search import Route, RouteProbe, RouteSearch, Target, nearest_targets
 from holdfast.attacks.threat import Json, check_budget, check_count, check_seed, derived_seed, distances, gradient, row_norms
 from holdfast.routing import Context, Router, Traits
@@ -35,11 +40,14 @@ from holdfast.routing.bounds import Norm, check_norm
 
 @dataclass(frozen=True)
 class AttackedRoutes(AttackResult):
-    """Tokens perturbed so that they flip. Leading dimensions (...) are those of the tokens, (B,N) or (T,)."""
+    """Tokens perturbed so that they flip. Leading dimensions (...) are those of the tokens, (B,N) or (T,).
+
+    If the attack was towards some experts, a token has flipped if it asks for all of them, also without the attack.
+    """
 
     stored = ("budget", "norm", "relative", "joint", "realised", "rate", "rates", "steps", "seed", "options", "flags")
     inputs: Tensor  # (..., d): each within its ball; padding unchanged
-    flipped: Tensor  # (...) bool: the selected set of this token changed in at least one layer
+    flipped: Tensor  # (...) bool: this token flipped in at least one layer: its selected set changed
     flipped_by_layer: Tensor  # (L, ...) bool
     distances: Tensor  # (...) float64: the smallest perturbation found that flips the token; infinite if none was found
     budgets: Tensor  # (...) float64: the largest allowed perturbation of each token; 0 for padding
@@ -65,8 +73,8 @@ class AttackedRoutes(AttackResult):
         return [float(layer.sum() / self.real.sum().clamp_min(1)) for layer in self.flipped_by_layer]
 
     def summary(self) -> dict[str, Json]:
-        """Return what to store as JSON; "smallest" and "median" are of the tokens that flipped."""
-        found = self.distances[self.real & self.distances.isfinite()]
+        """Return what to store as JSON; "smallest" and "median" are of the tokens that the attack flipped."""
+        found = self.distances[self.real & self.distances.isfinite() & (self.distances > 0)]
         smallest, median = (float(found.min()), float(found.median())) if found.numel() else (None, None)
         tokens = int(self.real.sum())
         return {"attack": "routing", **super().summary(), "tokens": tokens, "smallest": smallest, "median": median}
@@ -80,6 +88,8 @@ def attack_routes(
     norm: Norm = "l2",
     relative: bool = False,
     k: int | None = None,
+    experts: int | Sequence[int] | None = None,
+    universal: bool = False,
     context: Context | None = None,
     token_mask: Tensor | None = None,
     joint: bool | None = None,
@@ -100,6 +110,9 @@ def attack_routes(
                 pass `k`). The callable must be differentiable
     budget      a norm; with `relative`, a multiple of each token's own norm; or a tensor with one budget per token
     k           compare the first k slots instead of the whole sets: the hard core of a smooth router
+    experts     push every token to this expert, or to all of these at once. Read in `Routing.requested`: what a limit of
+                capacity does with the token does not count
+    universal   find one perturbation for all tokens, within the smallest budget of a real token
     token_mask  bool, True where a token is real; by default the context's
     joint       whether perturbing one token may flip another; by default as a Router's traits declare, and True for a
                 callable. If so, the tokens of a sequence are perturbed together (those of the batch, for a Router that is
@@ -114,10 +127,10 @@ def attack_routes(
     """
     check_norm(norm)
     check_seed(seed)
-    for name, count in {"steps": steps, "pairs": pairs, "candidates": candidates}.items():
-        check_count(count, name)
-    for name, count in {"restarts": restarts, "rounds": rounds, "bisections": bisections, "tries": tries}.items():
-        check_count(count, name, least=0)
+    counts = {"pairs": pairs, "candidates": candidates, "restarts": restarts, "rounds": rounds}
+    counts |= {"bisections": bisections, "tries": tries}
+    for name, count in {"steps": steps, **counts}.items():
+        check_count(count, name, least=1 if name in ("steps", "pairs", "candidates") else 0)
     if not isinstance(route, Router) and context is not None:
         raise ValueError("context= works only with a Router; a callable must provide its own context.")
     if tokens.dim() < 2 or tokens.numel() == 0 or not tokens.is_floating_point() or not tokens.isfinite().all():
@@ -125,27 +138,39 @@ def attack_routes(
         raise ValueError(f"tokens are {got}; expected finite floating-point numbers, (B, N, d) or (T, d).")
     traits = route.traits if isinstance(route, Router) else Traits(sequence_aware=True)
     joint = (traits.sequence_aware or not traits.batch_invariant) if joint is None else joint
+    joint = joint or universal
     # How many groups of tokens are perturbed together; None: each token is perturbed alone.
-    units = (tokens.shape[0] if tokens.dim() > 2 and traits.batch_invariant else 1) if joint else None
-    real = _real(tokens, token_mask if token_mask is not None or context is None else context.token_mask)
+    units = (tokens.shape[0] if tokens.dim() > 2 and traits.batch_invariant and not universal else 1) if joint else None
+    mask = token_mask if token_mask is not None or context is None else context.token_mask
+    if mask is not None and (mask.dtype != torch.bool or mask.shape != tokens.shape[:-1]):
+        got, expected = f"{mask.dtype} of shape {tuple(mask.shape)}", tuple(tokens.shape[:-1])
+        raise ValueError(f"token_mask is {got}; expected bool of shape {expected}, True where the token is real.")
+    real = (torch.ones(tokens.shape[:-1], dtype=torch.bool) if mask is None else mask).to(tokens.device)
     budgets = _budgets(tokens, budget, norm, relative).where(real, 0.0)
+    if universal and real.any():
+        budgets = budgets[real].min().expand(real.shape).where(real, 0.0)
     call = cast(Route, partial(route, context=context)) if isinstance(route, Router) else route
-    probe = RouteProbe(call, tokens, k)
-    search = RouteSearch(probe, tokens, budgets, real, norm, units)
+    wanted = None if experts is None else [experts] if isinstance(experts, int) else list(experts)
+    goal: Goal = LeaveSet() if wanted is None else JoinExperts(wanted)
+    probe = RouteProbe(call, tokens, k, goal)
+    _check_experts(wanted, probe)
+    search = RouteSearch(probe, tokens, budgets, real, norm, units, universal)
     targets = nearest_targets(search, pairs, candidates)
     flags = _flags(route, search, targets, real) if check else ()
     search.run(targets, steps, restarts, bisections, seed)
-    white = search.found
+    white, strength = search.found, search.strength
     search.try_random(tries, seed)
-    flags = (*flags, *black_box_flag(white, search.found, "random noise"))
+    if universal:  # more tokens at once, not other tokens
+        white, black = strength >= search.strength, torch.ones_like(strength, dtype=torch.bool)
+    else:
+        black = search.found
+    flags = (*flags, *black_box_flag(white, black, "random noise"), *late_flag(search.late, search.found, steps))
     for round_ in range(rounds):
         search.search_closer()
         search.run(targets, steps, restarts, bisections, derived_seed(seed, "round", round_))
-    options: dict[str, Json] = {"k": k, "pairs": pairs, "candidates": candidates, "restarts": restarts}
-    options |= {"rounds": rounds, "bisections": bisections, "tries": tries}
     perturbed = search.strongest
     with torch.no_grad():
-        flipped = probe.changed(probe(perturbed)) & real.flatten()
+        flipped = probe.reached(probe(perturbed)) & real.flatten()
     lead = tokens.shape[:-1]
     return AttackedRoutes(
         inputs=perturbed.view(tokens.shape),
@@ -161,9 +186,21 @@ def attack_routes(
         joint=units is not None,
         steps=steps,
         seed=seed,
-        options=options,
+        options={"k": k, "experts": wanted, "universal": universal, **counts},
         flags=warn(*flags),
     )
+
+
+def _check_experts(wanted: list[int] | None, probe: RouteProbe) -> None:
+    """Raise ValueError unless these are different experts of every layer, and as many as a token can have."""
+    experts = min(layer.keys.shape[-1] for layer in probe.clean)
+    slots = max(int(layer.chosen.sum(-1).max()) for layer in probe.clean)
+    if wanted is None:
+        return
+    if not wanted or len(set(wanted)) < len(wanted) or not all(0 <= one < experts for one in wanted):
+        raise ValueError(f"experts is {wanted}; expected one or several of the experts 0 to {experts - 1}, each once.")
+    if len(wanted) > slots:
+        raise ValueError(f"experts is {wanted}, but tokens have at most {slots} experts.")
 
 
 def _flags(route: object, search: RouteSearch, targets: list[Target], real: Tensor) -> tuple[Flag, ...]:
@@ -172,22 +209,10 @@ def _flags(route: object, search: RouteSearch, targets: list[Target], real: Tens
         layers = search.probe(rows)
         value = targets[0].value(search.probe, layers).where(search.real, 0.0).sum()
     once, again = (torch.cat([layer.keys for layer in read], 1) for read in (search.probe.clean, layers))
-    known = real.flatten() & ~search.probe.clean[0].chosen.all(-1)  # a token with all experts cannot flip
-    return (
-        *train_mode_flag(route),
-        *randomised_flag(once[search.real], again[search.real]),
-        *zero_gradient_flag(gradient(value, rows), among=known, what="tokens"),
-    )
-
-
-def _real(tokens: Tensor, token_mask: Tensor | None) -> Tensor:
-    lead = tokens.shape[:-1]
-    if token_mask is None:
-        return torch.ones(lead, dtype=torch.bool, device=tokens.device)
-    if token_mask.dtype != torch.bool or token_mask.shape != lead:
-        got = f"{token_mask.dtype} of shape {tuple(token_mask.shape)}"
-        raise ValueError(f"token_mask is {got}; expected bool of shape {tuple(lead)}, True where the token is real.")
-    return token_mask.to(tokens.device)
+    # A token with all experts cannot flip, and one that has the wanted experts need not.
+    known = real.flatten() & ~search.probe.clean[0].chosen.all(-1) & ~search.probe.reached(search.probe.clean)[0]
+    random = randomised_flag(once[search.real], again[search.real])
+    return (*train_mode_flag(route), *random, *zero_gradient_flag(gradient(value, rows), among=known, what="tokens"))
 
 
 def _budgets(tokens: Tensor, budget: float | Tensor, norm: Norm, relative: bool) -> Tensor:

@@ -9,6 +9,7 @@ import hashlib
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from typing import Literal, NamedTuple, get_args
 
@@ -183,31 +184,47 @@ def change_words(
     for number, (text, key) in enumerate(zip(documents, documents if keys is None else keys, strict=True)):
         allowed = None if pieces is None else frozenset(map(tuple, pieces[number].tolist()))
         random = Random(derived_seed(seed, attack, key))
-        parts, changed = list[str](), list[Change]()
-        count = done = length = 0
-        for word, (start, end) in words_of(text, special):
+        replacements = dict[Span, str]()
+        count = 0
+        for word, span in words_of(text, special):
             count += 1
             chosen = random.random() < rate
             word_seed = int(random.random() * 2**53)  # of its own, so that `replace` may draw any number of random numbers
-            if not chosen or word.lower().replace("\u2019", "'") in stop_words:
-                continue
-            if allowed is not None and (start, end) not in allowed:
-                continue
-            new = replace(word, Random(word_seed))
-            if new is None or new == word:
-                continue
-            parts += [text[done:start], new]
-            length += start - done
-            changed.append(Change((start, end), (length, length + len(new))))
-            done, length = end, length + len(new)
-        attacked.append("".join([*parts, text[done:]]))
-        changes.append(tuple(changed))
+            if chosen and may_change(word, span, stop_words, allowed):
+                new = replace(word, Random(word_seed))
+                if new is not None and new != word:
+                    replacements[span] = new
+        new_text, changed = replaced(text, replacements)
+        attacked.append(new_text)
+        changes.append(changed)
         words.append(count)
-    flags: tuple[Flag, ...] = ()
-    if rate > 0 and not any(changes):
-        detail = f"the rate was {rate:g}, but no word was changed: the text is short, or no word may change."
-        flags = warn(Flag("nothing changed", detail))
+    flags = warn(*unchanged_flag(rate, changes))
     return AttackedText(attack, tuple(attacked), tuple(changes), tuple(words), rate, seed, options or {}, flags)
+
+
+def may_change(word: str, span: Span, stop_words: Collection[str], allowed: Collection[Span] | None) -> bool:
+    """Return whether an attack may change a word: it is no stop word, and its span is one of the `allowed`, if not None."""
+    return word.lower().replace("\u2019", "'") not in stop_words and (allowed is None or span in allowed)
+
+
+def replaced(text: str, replacements: Mapping[Span, str]) -> tuple[str, tuple[Change, ...]]:
+    """Return the text with what is at each span replaced, and the changes, in order."""
+    parts, changed = list[str](), list[Change]()
+    done = length = 0
+    for (start, end), new in sorted(replacements.items()):
+        parts += [text[done:start], new]
+        length += start - done
+        changed.append(Change((start, end), (length, length + len(new))))
+        done, length = end, length + len(new)
+    return "".join([*parts, text[done:]]), tuple(changed)
+
+
+def unchanged_flag(rate: float, changes: Iterable[Sequence[Change]]) -> tuple[Flag, ...]:
+    """Return a flag if no word of any document was changed."""
+    if rate == 0 or any(changes):
+        return ()
+    detail = f"the rate was {rate:g}, but no word was changed: the text is short, or no word may change."
+    return (Flag("nothing changed", detail),)
 
 
 _WORDS = """
@@ -274,19 +291,17 @@ def swap_words(
             place = (place + 1) % len(words)
         return words[place]
 
-    source = {"token": token} if words is None else {"words": len(words)}
-    return change_words(
-        texts,
-        "word swap",
-        replace,
-        rate=rate,
-        seed=seed,
-        stop_words=stop_words,
-        special=special,
-        keys=keys,
-        pieces=pieces,
-        options={**source, "stop_words": len(stop_words), "special": sorted(special)},
-    )
+    source: dict[str, Json] = {"token": token} if words is None else {"words": len(words)}
+    change = _recorded(texts, stop_words, special, source)
+    return change("word swap", replace, rate=rate, seed=seed, keys=keys, pieces=pieces)
+
+
+def _recorded(
+    texts: str | Sequence[str], stop_words: Collection[str], special: Collection[str], options: Mapping[str, Json]
+) -> Callable[..., AttackedText]:
+    """Return `change_words` of these texts, which records the words that it leaves alone beside other options."""
+    options = {**options, "stop_words": len(stop_words), "special": sorted(special)}
+    return partial(change_words, texts, stop_words=stop_words, special=special, options=options)
 
 
 def swappable(words: Iterable[str]) -> list[str]:
@@ -339,36 +354,27 @@ def misspell(
         raise ValueError(f"typos is empty; name at least one of {', '.join(TYPOS)}.")
 
     def replace(word: str, random: Random) -> str | None:
-        edits = _edits(word, _places(word, inner))
+        edits = typos_of(word, inner)
         possible = [edits[typo] for typo in TYPOS if typo in typos and edits[typo]]
         if not possible:
             return None
         ways = possible[int(random.random() * len(possible))]
         return ways[int(random.random() * len(ways))]
 
-    return change_words(
-        texts,
-        "typos",
-        replace,
-        rate=rate,
-        seed=seed,
-        stop_words=stop_words,
-        special=special,
-        keys=keys,
-        options={"typos": list(typos), "inner": inner, "stop_words": len(stop_words), "special": sorted(special)},
-    )
+    change = _recorded(texts, stop_words, special, {"typos": list(typos), "inner": inner})
+    return change("typos", replace, rate=rate, seed=seed, keys=keys)
 
 
 def _places(word: str, inner: bool) -> list[int]:
     """Return the positions where a typo may be: at letters, in a word that is long enough to stay recognisable."""
     letters = [place for place, character in enumerate(word) if character.isalpha()]
-    if inner:
-        return letters[1:-1] if len(letters) >= 4 else []
-    return letters if len(letters) >= 2 else []
+    fewest, places = (4, letters[1:-1]) if inner else (2, letters)
+    return places if len(letters) >= fewest else []
 
 
-def _edits(word: str, places: list[int]) -> dict[Typo, list[str]]:
-    """Return what the word can become by a typo of each kind at one of the places."""
+def typos_of(word: str, inner: bool) -> dict[Typo, list[str]]:
+    """Return what the word can become by a typo of each kind; `inner` is that of `misspell`."""
+    places = _places(word, inner)
     pairs = [place for place in places if place + 1 in places and word[place] != word[place + 1]]
     near = [(place, key) for place in places for key in KEYBOARD.get(word[place].lower(), "")]
     return {

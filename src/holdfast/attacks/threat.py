@@ -80,7 +80,8 @@ def project(perturbed: Tensor, centre: Tensor, radius: Tensor, norm: Norm, bound
     """Return `perturbed (R, ...)`, projected to within `radius (R,)` of `centre` and to within `bounds`.
 
     `centre` must be within `bounds`. Distances are measured in float64 on the returned numbers, so that
-    |result - centre| <= radius is exactly true, and a radius of 0 returns `centre` bit for bit.
+    |result - centre| <= radius is exactly true, and a radius of 0 returns `centre` bit for bit. The host reads no value, so
+    that a training step can be captured in a CUDA graph.
     """
     perturbed = torch.where(perturbed.isfinite(), perturbed, centre)
     radius = radius.double().view(-1, *[1] * (centre.dim() - 1))
@@ -91,8 +92,6 @@ def project(perturbed: Tensor, centre: Tensor, radius: Tensor, norm: Norm, bound
     for attempt in range(SHRINK_ATTEMPTS):
         far = distances(perturbed, centre, "l2").view_as(radius)
         outside = far > radius
-        if not outside.any():
-            return perturbed
         factor = radius / far.clamp_min(torch.finfo(torch.float64).tiny) * (1 - 2.0 ** (-24 + 6 * attempt))
         nearer = centre.double() + (perturbed.double() - centre.double()) * factor
         perturbed = torch.where(outside, nearer.to(centre.dtype), perturbed)
@@ -125,10 +124,9 @@ def check_bounds(inputs: Tensor, bounds: Bounds) -> None:
     if not low < high:
         raise ValueError(f"bounds are {bounds}; expected (lowest, highest), or None for inputs without any.")
     if inputs.min() < low or inputs.max() > high:
-        raise ValueError(
-            f"inputs range from {float(inputs.min()):.4g} to {float(inputs.max()):.4g}; expected {low:g} to {high:g}: "
-            "attack pixels and put the normalisation into the model, or pass bounds=None for embeddings."
-        )
+        found = f"inputs range from {float(inputs.min()):.4g} to {float(inputs.max()):.4g}"
+        advice = "attack pixels and put the normalisation into the model, or pass bounds=None for embeddings"
+        raise ValueError(f"{found}; expected {low:g} to {high:g}: {advice}.")
 
 
 SEED_BITS = 63  # torch.Generator.manual_seed accepts these without wrapping

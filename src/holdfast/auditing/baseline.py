@@ -1,26 +1,45 @@
-"""The unperturbed model: its routing metrics, the certificates of its tokens, and the tokens most at risk."""
+"""The unperturbed model: its routing metrics, the certificates of its tokens, and the tokens most at risk.
+
+`shown_tokens` chooses the tokens that a page shows one by one: the first texts or pictures of the first batch.
+"""
 
 import heapq
 import math
+from dataclasses import dataclass
 from typing import Any, Self, final
 
 import torch
 from torch import Tensor
 
 from holdfast.auditing.forwards import Observation
-from holdfast.auditing.layer_certificates import Undecided, certify_layer, flips_when_rounded, undecided_tokens
+from holdfast.auditing.layer_certificates import (
+    CertificateOptions,
+    Undecided,
+    certify_layer,
+    flips_when_rounded,
+    undecided_tokens,
+)
 from holdfast.auditing.layer_geometry import near_boundaries
 from holdfast.auditing.model_and_data import AuditBatch, AuditedModel, TextEncoder, token_place
-from holdfast.auditing.reports import DTYPES, AtRisk, AuditedLayer, Boundaries, Radii, View
+from holdfast.auditing.reports import DTYPES, AtRisk, AuditedLayer, Boundaries, Radii
+from holdfast.certificates import Certificates
 from holdfast.checked import from_mapping
-from holdfast.metrics import RoutingReport
+from holdfast.data.tokenizers import token_texts
+from holdfast.metrics import Boundary, RoutingReport
 from holdfast.metrics.accumulator import Accumulator
 from holdfast.metrics.tasks import IGNORED
+from holdfast.metrics.token_routes import Example, LayerRoutes, layer_routes, patch_rows, picture, tokens_to_show
 
 DECADES, PER_DECADE = (-6, 1), 4  # the bins of the histogram
 FINER = 16  # bins for the median, per bin of the histogram
 LOW_RADIUS = 1e-3
-MOST_SHOWN = 128  # tokens of the view
+
+
+@final
+@dataclass(frozen=True)
+class ShownTokens:
+    examples: list[Example]
+    rows: list[Tensor]  # by layer, of all tokens of the examples
 
 
 class RadiusHistogram(Accumulator[Radii]):
@@ -70,25 +89,28 @@ class Baseline:
         self.refusals: dict[int, str] = {}
         self.loss = Mean()
         self.at_risk: list[AtRisk] = []
-        self.view: View | None = None  # of the first batch
+        self.examples: list[Example] = []  # of the first batch, and the routes of their tokens by layer
+        self.routes: list[LayerRoutes] = []
         self.boundaries: list[Boundaries] = []  # by layer, of the first batch
 
-    def update(self, observed: Observation, batch: AuditBatch, encoder: TextEncoder | None) -> None:
-        shown = None  # rows of the view
-        if batch.number == 0 and encoder is not None and batch.ids is not None:
-            real = torch.ones_like(batch.ids[0]) if batch.token_mask is None else batch.token_mask[0]
-            shown = real.nonzero().flatten()[:MOST_SHOWN].cpu()
-            self.view = View([encoder.decode([token]) for token in batch.ids[0].cpu()[shown].tolist()], {})
+    def update(
+        self, observed: Observation, batch: AuditBatch, encoder: TextEncoder | None, shown: ShownTokens | None
+    ) -> None:
+        self.examples = [] if shown is None else shown.examples
+        boundaries = self.audited.boundaries()
         for layer, record in enumerate(observed.layers):
             self.routing.each(layer, record.routing, observed.token_mask)
+            found: Certificates | None = None
             try:
-                found = certify_layer(self.audited, layer, observed)
+                found = certify_layer(self.audited, layer, observed, CertificateOptions())
             except ValueError as reason:  # no certificate is known for this router
                 self.refusals[layer] = str(reason)
+            if shown is not None:
+                about = boundaries.get(layer, Boundary()), self.audited.core(layer)
+                radii = None if found is None else found.relative
+                self.routes.append(layer_routes(record.routing, shown.rows[layer], *about, radii))
+            if found is None:
                 continue
-            if self.view is not None:
-                radii = found.relative.reshape(-1).cpu()[shown].tolist()
-                self.view.layers[str(layer)] = [radius if math.isfinite(radius) else None for radius in radii]
             real = observed.real(layer)
             relative, radius = found.relative.reshape(-1)[real], found.radius.reshape(-1)[real]
             self.radii[layer].update(relative)
@@ -122,7 +144,7 @@ class Baseline:
         self.refusals |= other.refusals
         self.loss.merge(other.loss)
         self.at_risk = heapq.nsmallest(self.keep, [*self.at_risk, *other.at_risk], key=_risk)
-        self.view = self.view or other.view
+        self.examples, self.routes = self.examples or other.examples, self.routes or other.routes
         return self
 
     def layers(self) -> list[AuditedLayer]:
@@ -156,3 +178,46 @@ def count_groups(counts: list[list[int]]) -> int:
 def _risk(entry: AtRisk) -> tuple[float, int, int, int]:
     assert entry.relative is not None
     return entry.relative, entry.layer, entry.batch, entry.place
+
+
+def shown_tokens(
+    audited: AuditedModel, observed: Observation, batch: AuditBatch, encoder: TextEncoder | None
+) -> ShownTokens | None:
+    """Return the tokens to show; None if they could not be read: there is no tokenizer, and there are no pictures."""
+    lengths = [len(record.tokens) // batch.size for record in observed.layers]
+    if batch.ids is not None:
+        return None if encoder is None else _texts(observed, batch, encoder, lengths)
+    pixels = batch.inputs.get("pixel_values")
+    return None if pixels is None or pixels.dim() != 4 else _pictures(audited, observed, batch, pixels, lengths)
+
+
+def _texts(observed: Observation, batch: AuditBatch, encoder: TextEncoder, lengths: list[int]) -> ShownTokens | None:
+    assert batch.ids is not None
+    ids = batch.ids.cpu()
+    if set(lengths) != {ids.shape[1]}:  # layers that read other tokens than those of the text
+        return None
+    rows = observed.real(0).cpu()[: tokens_to_show(len(lengths))]
+    of = rows // ids.shape[1]
+    texts = [ids.flatten()[rows[of == sequence]].tolist() for sequence in of.unique().tolist()]
+    return ShownTokens([Example(token_texts(encoder.decode, text)) for text in texts], [rows] * len(lengths))
+
+
+def _pictures(
+    audited: AuditedModel, observed: Observation, batch: AuditBatch, pixels: Tensor, lengths: list[int]
+) -> ShownTokens:
+    count = min(batch.size, max(1, tokens_to_show(len(lengths)) // max(lengths)))
+    side, rows = patch_rows(lengths, count)
+    names: dict[int, str] = getattr(audited.model.config, "id2label", None) or {}
+
+    def name(classes: Any, place: int) -> str:
+        number = None if classes is None or len(classes) != batch.size else int(classes[place])
+        return "" if number is None or number < 0 else names.get(number, str(number))
+
+    best = None if observed.predictions is None else observed.predictions.best
+    examples = []
+    for place, image in enumerate(pixels[:count].float()):
+        low, high = torch.aminmax(image)  # the model's scale is not known here
+        scaled = (image - low) / (high - low).clamp_min(1e-12)
+        said = name(best, place)
+        examples.append(Example(picture=picture(scaled, name(batch.labels, place) or said, said, side)))
+    return ShownTokens(examples, rows)

@@ -19,7 +19,7 @@ T tokens, R predictions (one per token for language models, one per image for cl
 """
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self, final
@@ -35,6 +35,7 @@ from holdfast.hub.tracing import own_hooks
 from holdfast.metrics import PredictionStability, RoutingChanges
 from holdfast.metrics.accumulator import Accumulator
 from holdfast.metrics.tasks import IGNORED, token_nll
+from holdfast.metrics.token_routes import RouteChanges
 from holdfast.routing import Routing, Scores, Selection
 
 PerturbInput = Callable[[int, Tensor], Tensor]  # (number of the MoE layer, router's input) -> perturbed input
@@ -205,10 +206,14 @@ class LossChanges(Accumulator[LossChange]):
 
 @final
 class ForwardComparison:
-    """Sum up what one perturbation changes in every layer and in the predictions; `details` depend on the perturbation."""
+    """Sum up what one perturbation changes in every layer and in the predictions; `details` depend on the perturbation.
 
-    def __init__(self, audited: AuditedModel) -> None:
+    shown   by layer, rows of the unperturbed forward whose routes are kept; None: of none
+    """
+
+    def __init__(self, audited: AuditedModel, shown: Sequence[Tensor] | None = None) -> None:
         self.audited = audited
+        self.shown = RouteChanges([] if shown is None else shown)
         self.routes = [RoutingChanges(audited.core(layer)) for layer in range(len(audited.moe_layers))]
         self.outputs = [OutputChanges() for _ in audited.moe_layers]
         self.predictions, self.predicted, self.losses = PredictionStability(), 0, LossChanges()
@@ -235,6 +240,7 @@ class ForwardComparison:
         if not len(rows[0]):
             return
         self.routes[layer].update(select_rows(one.routing, rows[0]), select_rows(two.routing, rows[1]))
+        self.shown.add(layer, one.routing, two.routing, rows)
         self.outputs[layer].update(split_change(self.audited.moe_layers[layer], one, two, rows))
 
     def compare_predictions(self, before: Observation, after: Observation, rows: Rows, examples: Rows | None = None) -> None:
@@ -257,6 +263,7 @@ class ForwardComparison:
         self.predicted += other.predicted
         self.losses.merge(other.losses)
         self.details += other.details
+        self.shown = self.shown if self.shown.compared else other.shown
         return self
 
     def result(self, about: str, harmless: bool) -> Perturbed:
@@ -264,15 +271,16 @@ class ForwardComparison:
         for layer, (routes, outputs) in enumerate(zip(self.routes, self.outputs, strict=True)):
             if routes.tokens:
                 found = routes.result()
-                about_layer: dict[str, Any] = {"layer": layer, "tokens": routes.tokens, "flips": found.fluctuation}
-                rates = {"first_flips": found.first_flips, "weight_change": found.weight_change}
-                layers.append(Changes(**{**about_layer, **rates}, output=outputs.result()))
+                rates: dict[str, Any] = {"first_flips": found.first_flips, "weight_change": found.weight_change}
+                flips, output = found.fluctuation, outputs.result()
+                layers.append(Changes(layer=layer, tokens=routes.tokens, flips=flips, output=output, **rates))
         parts = [entry.output for entry in layers]
         means: dict[str, Any] = {name: _mean(layers, name) for name in ("flips", "first_flips", "weight_change")}
         overall = Changes(
             tokens=self.tokens,
             **means,
             output=Outputs(*(_mean(parts, name) for name in ("total", "flip", "rest", "flip_share"))),
+            predictions=self.predicted,
             prediction_flips=1 - self.predictions.result() if self.predicted else None,
             loss=self.losses.result() if self.losses.tokens else None,
         )

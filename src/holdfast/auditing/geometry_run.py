@@ -4,11 +4,13 @@ The model runs once unchanged. At its router inputs, ties, random walks and jump
 the what-if's router too, on the same weights and points. Then the model runs once more with that router, for its cost.
 
 Distances are shares of each token's norm, and the noise of a random walk is scaled by it: at time 1, a walk has added noise
-of `noise` times the norm of the token, as the perturbation `noise` of an audit does at once.
+of `noise` times the norm of the token, as the perturbation `noise` of an audit does at once. With `drift`, it has also moved
+by `drift` times the norm straight towards the token's nearest boundary, as an adversary would.
 
 Statements of the papers stand beside what is measured, on the tokens of the first batch, for layers with pictures:
 
-co_selection    how precisely the batch estimates Symphony's expert graph, and how far noise moves it (theorem 1)
+co_selection    how precisely the batch estimates Symphony's expert graph, and how far noise moves it (theorem 1) or can move
+                it (appendix B.2)
 entropy         of gates that tokens of a sequence share by similarity, and its bound (Mutual-Inform, proposition 1)
 clusters        separation, mis-assignment and condition numbers before and after AC scales features (ACMoE)
 slopes          how fast gate weights change with the logits: softmax, top-k, smooth (survey, section 6.1)
@@ -36,7 +38,7 @@ from holdfast.auditing.layer_geometry import (
     slice_around,
     slice_through,
 )
-from holdfast.auditing.model_and_data import AuditBatch, AuditedModel, Measurement, Progress, evaluation_mode, resident
+from holdfast.auditing.model_and_data import AuditBatch, AuditedModel, Measurement, Progress, evaluation_mode
 from holdfast.auditing.reports import (
     Clusters,
     ClusterSpace,
@@ -62,10 +64,11 @@ from holdfast.auditing.reports import (
     Tsne,
     known_mean,
 )
-from holdfast.auditing.run import perplexity_of, require_not_rerouted
+from holdfast.auditing.run import perplexity_of, require_not_rerouted, rerouted
 from holdfast.checked import from_mapping
 from holdfast.errors import missing_extra_message
 from holdfast.geometry import (
+    FlipPoints,
     NoGeometry,
     cluster_separation,
     extra_experts_law,
@@ -73,6 +76,8 @@ from holdfast.geometry import (
     graph_under_noise,
     hitting_bounds,
     mixed_entropies,
+    region_constants,
+    region_regularity,
     similarity_weights,
     simulate_walks,
     smooth_weights,
@@ -81,12 +86,10 @@ from holdfast.geometry import (
     top_k_weights,
     tsne_coordinates,
 )
-from holdfast.hub import reroute, restore
 from holdfast.hub.layers import moe_layers
-from holdfast.metrics.jump import FlipPoints
 from holdfast.metrics.tasks import IGNORED
 from holdfast.routing import Router
-from holdfast.routing.layer_names import resolve_layers, routers_by_layer
+from holdfast.routing.presets import resolve_layers, routers_by_layer
 
 ORDERS = (1, 2, 3)
 WIDTHS = tuple(10.0 ** (-power / 4) for power in range(16, -1, -1))  # eps, in shares of a token's norm
@@ -95,6 +98,7 @@ LARGEST = 10  # jumps that are listed
 DRAWS = 64  # directions in each flat, for the law of extra experts
 MOST_SETS = 500  # of experts in the law of a ball; beyond, the sum over sets is estimated
 GRAPH_NOISE = (0.01, 0.05, 0.1)  # of the expert graph, in shares of a token's norm
+MOST_REGIONS = 32  # sets of experts whose regions are measured
 CLUSTER_NOISE = 0.05  # of tokens that are assigned to clusters, in shares of their mean norm
 STRIP = 0.1  # width of the strip of `smooth`, if the what-if has none
 MOST_SLOPES = 64  # tokens
@@ -119,8 +123,9 @@ def measure_geometry(
     what_if          a router that reads one token at a time, to be compared with the model's own on the same weights; None:
                      no other router
     name             of the model in the report
-    progress         called with the number of tokens done and a description of the current work
-    settings         noise, walks, walking, pictures, seed, batch, length, tokens: those of `GeometrySettings`
+    progress         called with the number of tokens done and a description of the current work; by default a bar shows
+                     them, or lines on stderr where there is no terminal
+    settings         noise, drift, walks, walking, pictures, seed, batch, length, tokens: those of `GeometrySettings`
 
     Layers whose ties are not flats (no affine scores, or no top-k) are in `refused`, with the reason. After Ctrl-C it
     reports on the finished batches, with the status "interrupted".
@@ -132,9 +137,10 @@ def measure_geometry(
     checked = from_mapping(GeometrySettings, {"what_if": what_if, **settings})
     inputs = list(texts_or_inputs) if isinstance(texts_or_inputs, Iterator) else texts_or_inputs  # read twice
     run = _GeometryRun(model, tokenizer, checked, progress)
-    run.run(inputs)
-    if what_if is not None and not run.interrupted:
-        run.run_rerouted(inputs, what_if)
+    with run.showing(name):
+        run.run(inputs)
+        if what_if is not None and not run.interrupted:
+            run.run_rerouted(inputs, what_if)
     return run.report(name)
 
 
@@ -147,24 +153,18 @@ def what_if_routers(audited: AuditedModel, name: str | None) -> list[Router | No
         return [None] * len(audited.moe_layers)
     require_not_rerouted(audited)
     routers_by_layer(resolve_layers(name, None, native=True), len(audited.moe_layers))  # a mistake ends it here
-    own = [site.router for site in audited.moe_layers]
-    model = audited.model
-    with evaluation_mode(model), resident(audited.scorers()):
-        reroute(model, name)
-        try:
-            found = [site.router for site in moe_layers(model)]
-        finally:
-            restore(model)
-    changed = [None if router is before else router for router, before in zip(found, own, strict=True)]
-    for router in changed:
-        if router is not None:
-            router.eval()
-            if router.traits.sequence_aware or any(part.reads for part in router.all_parts) or router.fixed_sets:
-                raise ValueError(
-                    f"the what-if {name!r} reads more than one token; routers are compared at points that are no tokens of "
-                    "a text, so name a router that reads one token at a time, for example smooth."
-                )
-    return changed
+    before = [site.router for site in audited.moe_layers]
+    with evaluation_mode(audited.model), rerouted(audited, name):
+        after = [site.router for site in moe_layers(audited.model)]
+    routers = [None if new is old else new for old, new in zip(before, after, strict=True)]
+    for router in filter(None, routers):
+        router.eval()
+        if router.traits.sequence_aware or any(part.reads for part in router.all_parts) or router.fixed_sets:
+            raise ValueError(
+                f"the what-if {name!r} reads more than one token; routers are compared at points that are no tokens of a "
+                "text, so name a router that reads one token at a time, for example smooth."
+            )
+    return routers
 
 
 @final
@@ -178,20 +178,19 @@ class _GeometryRun(Measurement):
         self.before, self.after = _Cost(len(self.layers)), _Cost(len(self.layers))
 
     def add(self, batch: AuditBatch) -> None:
-        self.tell(self.data.tokens, "the model's own forward")
+        self.tell(self.tokens, "the model's own forward")
         observed = observe(self.audited, batch)
         observed.require_finite()
         news = [self._measure(layer, observed, batch) for layer in range(len(self.layers))]
         for layer, new in zip(self.layers, news, strict=True):
             layer.merge(new)
         self.before.add(observed)
-        self.data.add(batch, batch.tokens or len(observed.real(0)))
+        self.count(batch, batch.tokens or len(observed.real(0)))
 
     def run_rerouted(self, inputs: Iterable[Any], router: str) -> None:
         """Run the rerouted model on the same batches, for its cost."""
-        done, model = 0, self.audited.model
-        with evaluation_mode(model), resident(self.audited.scorers()):
-            reroute(model, router)
+        done = 0
+        with evaluation_mode(self.audited.model), rerouted(self.audited, router):
             try:
                 for batch in self.batches(inputs):
                     self.tell(done, f"the model with {router}")
@@ -199,8 +198,6 @@ class _GeometryRun(Measurement):
                     done += batch.tokens
             except KeyboardInterrupt:
                 self.interrupted = True
-            finally:
-                restore(model)
 
     def _measure(self, layer: int, observed: Observation, batch: AuditBatch) -> "LayerSums":
         if self.layers[layer].reason is not None:
@@ -210,7 +207,7 @@ class _GeometryRun(Measurement):
         except NoGeometry as reason:
             return LayerSums(reason=str(reason))
         pictures = batch.number == 0 and layer in spread(len(self.layers), self.settings.pictures)
-        self.tell(self.data.tokens, f"layer {layer}: ties, walks and jumps{', pictures and t-SNE' if pictures else ''}")
+        self.tell(self.tokens, f"layer {layer}: ties, walks and jumps{', pictures and t-SNE' if pictures else ''}")
         before = observed.layers[layer - 1].routing.experts[:, 0][tokens.rows].cpu() if layer else None
         measured = LayerBatch(layer, tokens, self.settings, self.routers[layer], before)
         try:
@@ -366,9 +363,9 @@ class LayerBatch:
         sums.distances.append(distances)
         if tokens.batch.number == 0:
             sums.laws = self._laws_of_ball()
-        if walked < self.settings.walking:
-            self._add_walks(sums, self.settings.walking - walked)
         flips = tokens.flips()
+        if walked < self.settings.walking:
+            self._add_walks(sums, self.settings.walking - walked, flips)
         self._add_jumps(sums, flips)
         if pictures:
             sums.pictures, sums.theory = self._pictures(flips), self._theory()
@@ -407,8 +404,8 @@ class LayerBatch:
             laws["extra"] = [min(1.0, float(each)) for each in extra]
         return laws
 
-    def _add_walks(self, sums: LayerSums, most: int) -> None:
-        """Walk from some of the tokens. Noise of a walk at time t: noise |x| sqrt(t / d) a feature."""
+    def _add_walks(self, sums: LayerSums, most: int, flips: FlipPoints) -> None:
+        """Walk from some of the tokens, with noise of noise |x| sqrt(t / d) a feature and drift of drift |x| t at time t."""
         tokens, chosen = self.tokens, self.tokens.spread(most)
         speeds = (self.settings.noise * tokens.lengths).square() / tokens.tokens.shape[1]
         instants = torch.tensor(TIMES, dtype=torch.float64)
@@ -418,10 +415,13 @@ class LayerBatch:
             if not len(rows):
                 continue
             starts, speed = tokens.tokens[rows], speeds[rows].unsqueeze(1)
-            bounds = hitting_bounds(order, starts, tokens.k, speed * instants)
+            # Walks have noise 1, and their time is `speed` times ours.
+            drift = self.settings.drift * (tokens.lengths[rows].unsqueeze(1) / speed) * flips.normals[rows]
+            moved = {"drift": drift} if self.settings.drift else {}
+            bounds = hitting_bounds(order, starts, tokens.k, speed * instants, **moved)
             sums.bounds.append(torch.stack([bounds.lower.sum(0), bounds.upper.sum(0)]))
             horizon = speeds[rows] * max(TIMES)
-            walks = simulate_walks(order, starts, tokens.k, horizon, walks=self.settings.walks, seed=seed)
+            walks = simulate_walks(order, starts, tokens.k, horizon, walks=self.settings.walks, seed=seed, **moved)
             sums.exits.append(((walks.times / speed).unsqueeze(2) <= instants).sum((0, 1)).double())
             sums.exit_orders.append(walks.orders[walks.times.isfinite()])
             sums.walks += walks.times.numel()
@@ -485,8 +485,20 @@ class LayerBatch:
 
         graph = graph_under_noise(chosen, tokens.tokens, GRAPH_NOISE, seed=self.settings.seed)
         half_width = float(graph.clean.half_widths[graph.clean.counts > 0].median())
-        changes = (graph.mean.tolist(), graph.largest.tolist(), graph.beyond.tolist())
-        return GraphPrecision(half_width, graph.clean.alpha, list(GRAPH_NOISE), *changes)
+        bounds = region_constants(order, tokens.tokens, tokens.k, GRAPH_NOISE)
+        regularity = None
+        if not missing_extra_message("the regularity of regions", "scipy"):
+            sets, counts = tokens.sets.unique(dim=0, return_counts=True)
+            most = counts.argsort(descending=True, stable=True)[:MOST_REGIONS]
+            regularity = float(region_regularity(order, sets[most]).min())
+        return GraphPrecision(
+            half_width,
+            graph.clean.alpha,
+            list(GRAPH_NOISE),
+            **{name: getattr(graph, name).tolist() for name in ("mean", "largest", "beyond", "joint")},
+            joint_bound=bounds.change.tolist(),
+            regularity=regularity,
+        )
 
     def _entropy(self) -> Entropies:
         """Return the entropies of the first sequence, with similarity of router inputs at its default temperature."""
@@ -508,11 +520,7 @@ class LayerBatch:
 
     def _slopes(self) -> Slopes:
         logits, k, strip = self.tokens.keys.logits[:MOST_SLOPES], self.tokens.k, self.strip or STRIP
-        gates = [
-            softmax_weights,
-            lambda values: top_k_weights(values, k),
-            lambda values: smooth_weights(values, k, strip),
-        ]
+        gates = [softmax_weights, lambda values: top_k_weights(values, k), lambda values: smooth_weights(values, k, strip)]
         slopes = [gate_slopes(weights, logits, k) for weights in gates]
         medians = ((each.at_token.median(), each.jump.median(), each.largest.median()) for each in slopes)
         return Slopes(strip, *(Slope(*map(float, numbers)) for numbers in medians))
@@ -528,12 +536,11 @@ class LayerBatch:
 
 def _three(tokens: LayerTokens, first: int) -> tuple[int, int, int]:
     """Return a token and the next two in the batch with other sets of experts; raise ValueError if there are none."""
-    best = tokens.keys.logits.argsort(dim=1, descending=True, stable=True)[:, : tokens.k].sort(1).values.tolist()
-    found, known = [first], [best[first]]
-    for place in (*range(first + 1, len(best)), *range(first)):
-        if best[place] not in known and len(found) < 3:
-            found.append(place)
-            known.append(best[place])
+    first_with: dict[tuple[int, ...], int] = {}
+    sets = tokens.sets.tolist()
+    for place in (*range(first, len(sets)), *range(first)):
+        first_with.setdefault(tuple(sets[place]), place)
+    found = list(first_with.values())
     if len(found) < 3:
         raise ValueError("there are no three tokens with different experts.")
     return found[0], found[1], found[2]

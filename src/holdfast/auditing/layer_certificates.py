@@ -13,19 +13,12 @@ import torch
 from torch import Tensor
 
 from holdfast.auditing.forwards import Observation, observe
-from holdfast.auditing.model_and_data import (
-    AuditedModel,
-    TextEncoder,
-    audit_batches,
-    evaluation_mode,
-    resident,
-    weights_in_dtype,
-)
-from holdfast.auditing.reports import DTYPES, ModelDescription, UndecidedTokens
+from holdfast.auditing.model_and_data import AuditBatch, AuditedModel, Measurement, weights_in_dtype
+from holdfast.auditing.reports import DTYPES, DataSettings, ModelDescription, UndecidedTokens
 from holdfast.certificates import Certificates, MajorityVote, NoCertificate, Norm, Smoothing, certify, undecided
 from holdfast.certificates.arithmetic import Rounding
+from holdfast.checked import from_mapping
 from holdfast.hub import RouterCall
-from holdfast.hub.tracing import require_finite
 from holdfast.metrics import set_changes
 from holdfast.metrics.accumulator import Accumulator
 from holdfast.routing import Router, Routing
@@ -87,11 +80,8 @@ class CertificateOptions:
     smoothing: Smoothing | None = None
 
 
-def certify_layer(
-    audited: AuditedModel, layer: int, observed: Observation, options: CertificateOptions | None = None
-) -> Certificates:
+def certify_layer(audited: AuditedModel, layer: int, observed: Observation, options: CertificateOptions) -> Certificates:
     """Return a certificate for each token of one layer in one forward, in the arithmetic that its router uses."""
-    options = options or CertificateOptions()
     call, subject = observed.router_calls[layer], audited.certified(layer)
     tokens, context = gate_inputs(call)
     computed = torch.float32 if isinstance(subject, Router) or tokens.dtype == torch.float64 else tokens.dtype
@@ -181,8 +171,7 @@ class ModelCertificates:
     def summary(self) -> dict[str, Any]:
         about = {"schema": 1, "status": self.status, "model": asdict(self.model), "tokens": self.tokens}
         layers = [layer.summary() for layer in self.layers]
-        stored: dict[str, Any] = without_nan({**about, "how": asdict(self.options), "layers": layers})
-        return stored
+        return without_nan({**about, "how": asdict(self.options), "layers": layers})  # type: ignore[no-any-return]
 
 
 def certify_model(
@@ -205,6 +194,7 @@ def certify_model(
                      a radius for each token and layer is stored
     norm, rounding   as for `certify`
     smoothing        if no certificate is known for a router, certify its majority vote under this noise
+    progress         as for `audit`
 
     After Ctrl-C it returns the certificates of the finished batches. It is exported as `holdfast.certify`;
     `holdfast.certificates.certify` certifies one router.
@@ -213,32 +203,36 @@ def certify_model(
         found = holdfast.certify(model, [{"input_ids": torch.randint(100, (2, 16))}], norm="linf")
         print([layer["relative"]["50%"] for layer in found.summary()["layers"]])
     """
-    audited = AuditedModel(model)
-    require_finite(model)
-    encoder = None if tokenizer is None else TextEncoder(tokenizer, audited.pad)
+    settings = from_mapping(DataSettings, {"batch": batch, "length": length, "tokens": tokens})
     options = CertificateOptions(norm, rounding, smoothing)
-    about = audited.describe(name)
-    entries = zip(about.layers, about.routers, about.experts, strict=True)
-    layers = [LayerCertificates(place, *entry) for place, entry in enumerate(entries)]
-    done, status = 0, "complete"
-    with evaluation_mode(model), resident(audited.scorers()):
-        try:
-            for sample in audit_batches(texts_or_inputs, audited, encoder, batch=batch, length=length, tokens=tokens):
-                if progress is not None:
-                    progress(done, "certifying")
-                observed = observe(audited, sample)
-                observed.require_finite()
-                if smoothing is not None:  # numbered tokens, so that their noise does not depend on the batch size
-                    options = replace(options, smoothing=replace(smoothing, first=done))
-                # All layers first: an interrupted batch must not be in some layers only.
-                for finish in [layer.add(audited, observed, options) for layer in layers]:
-                    finish()
-                done += len(observed.real(0))
-        except KeyboardInterrupt:
-            if not done:
-                raise
-            status = "interrupted"
-    return ModelCertificates(status, about, done, CertificateOptions(norm, rounding, smoothing), layers)
+    run = _Certification(options, model, tokenizer, settings, progress)
+    with run.showing(name):
+        run.run(texts_or_inputs)
+    about = run.about(name)
+    return ModelCertificates(about["status"], about["model"], run.tokens, options, run.layers)
+
+
+@final
+class _Certification(Measurement):
+    """Certificates in progress. A batch counts when all layers have been certified on it."""
+
+    def __init__(self, options: CertificateOptions, *given: Any) -> None:
+        super().__init__(*given)
+        self.options, about = options, self.audited.describe(None)
+        entries = zip(about.layers, about.routers, about.experts, strict=True)
+        self.layers = [LayerCertificates(place, *entry) for place, entry in enumerate(entries)]
+
+    def add(self, batch: AuditBatch) -> None:
+        done, options = self.tokens, self.options
+        self.tell(done, "certifying")
+        observed = observe(self.audited, batch)
+        observed.require_finite()
+        if options.smoothing is not None:  # numbered tokens, so that their noise does not depend on the batch size
+            options = replace(options, smoothing=replace(options.smoothing, first=done))
+        # All layers first: an interrupted batch must not be in some layers only.
+        for finish in [layer.add(self.audited, observed, options) for layer in self.layers]:
+            finish()
+        self.count(batch, len(observed.real(0)))
 
 
 def _rows(found: Certificates, real: Tensor) -> Certificates:

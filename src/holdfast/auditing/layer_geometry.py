@@ -20,11 +20,10 @@ from holdfast.auditing.layer_certificates import gate_inputs, route_again
 from holdfast.auditing.model_and_data import AuditBatch, AuditedModel, TextEncoder, token_place
 from holdfast.auditing.reports import Boundaries, Mark, Normal, Slice, TieOrder, TokenPlace
 from holdfast.geometry import AffineKeys, affine_keys, affine_order, nearest_ties
-from holdfast.geometry.jumps import nearest_flips
+from holdfast.geometry.jumps import FlipPoints, Jumps, jumps, nearest_flips
 from holdfast.geometry.slices import Plane, PlaneKeys, grid, plane_through, slice_ties
 from holdfast.hub import RouterCall
 from holdfast.hub.layers import MoELayerRef
-from holdfast.metrics.jump import FlipPoints, Jumps, jumps
 from holdfast.routing import Context, Router, Routing
 from holdfast.routing.records import Previous
 
@@ -119,6 +118,12 @@ class LayerTokens:
         experts, weights = routing.experts.where(used, 0), routing.weights.where(used, 0.0).to(self.weights)
         ran: Tensor = self.site.experts(inputs, experts.to(inputs.device), weights.to(inputs.device))
         return ran.reshape(len(points), -1).cpu().double()
+
+    @property
+    def sets(self) -> Tensor:
+        """The k experts (T,k) of each token with the largest keys, in the order of their numbers."""
+        best = self.keys.logits.argsort(dim=1, descending=True, stable=True)[:, : self.k]
+        return best.sort(1).values
 
     @property
     def most_frequent(self) -> int:

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from holdfast.attacks.text import Spans
-from holdfast.attacks.threat import check_count
 from holdfast.auditing.reports import DataDescription, DataSettings, ModelDescription, TokenPlace
 from holdfast.certificates import Gate
 from holdfast.data import Document, LabelledText, Tokenizer, Vocabulary
@@ -30,9 +29,10 @@ from holdfast.data.tokenizers import is_bare
 from holdfast.hub.layers import MoELayerRef, moe_layers
 from holdfast.hub.replacements import gate_weight
 from holdfast.hub.tracing import require_finite, require_known_tokens, routing_modules
-from holdfast.layers.moe import LAYER_NAMES
+from holdfast.layers.moe import LAYERS
 from holdfast.metrics import Boundary, boundary_of, levels_of
 from holdfast.metrics.tasks import IGNORED
+from holdfast.progress import reporting
 from holdfast.routing import Router
 from holdfast.version import versions
 
@@ -66,7 +66,7 @@ class AuditedModel:
         self.moe_layers: list[MoELayerRef] = moe_layers(model)
         for site in self.moe_layers:
             if site.router is not None and site.router.select.layer_kind != "moe":
-                kind = LAYER_NAMES[site.router.select.layer_kind]
+                kind = LAYERS[site.router.select.layer_kind].__name__
                 raise ValueError(
                     f"{site.name}: in this {kind} layer every token uses every expert, so there are no near-ties or "
                     "flips to audit and no sets to certify; evaluate and attack the model."
@@ -172,8 +172,11 @@ class Measurement(ABC):
         require_finite(model)
         self.encoder = None if tokenizer is None else TextEncoder(tokenizer, self.audited.pad)
         self.settings: Any = settings
-        self.data, self.interrupted, self.started = DataCounter(), False, time.monotonic()
-        self.tell: Progress = progress or (lambda done, what: None)
+        self.finished = self.sequences = self.tokens = 0  # finished batches, and what they have
+        self.kind, self.checksum = "inputs", hashlib.sha256()
+        self.interrupted, self.started = False, time.monotonic()
+        self.progress = progress
+        self.tell: Progress = lambda done, what: None  # set by `showing`
 
     @abstractmethod
     def add(self, batch: "AuditBatch") -> None:
@@ -183,6 +186,12 @@ class Measurement(ABC):
         limits = {"batch": self.settings.batch, "length": self.settings.length, "tokens": self.settings.tokens}
         return audit_batches(inputs, self.audited, self.encoder, **limits)
 
+    @contextmanager
+    def showing(self, name: str | None) -> Iterator[None]:
+        """Show the progress inside the `with`, with the name of the model, unless the user's function is told of it."""
+        with reporting(self.progress, None if self.encoder is None else self.settings.tokens, name) as self.tell:
+            yield
+
     def run(self, inputs: Iterable[Any]) -> None:
         """Measure all batches, or those before Ctrl-C; raise KeyboardInterrupt if none was finished."""
         with evaluation_mode(self.audited.model), resident(self.audited.scorers()):
@@ -190,16 +199,25 @@ class Measurement(ABC):
                 for batch in self.batches(inputs):
                     self.add(batch)
             except KeyboardInterrupt:
-                if not self.data.batches:
+                if not self.finished:
                     raise
                 self.interrupted = True
 
+    def count(self, batch: "AuditBatch", tokens: int) -> None:
+        """Count a finished batch with this number of tokens."""
+        for name, tensor in sorted(batch.inputs.items()):
+            self.checksum.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            self.checksum.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        self.finished, self.sequences, self.tokens = self.finished + 1, self.sequences + batch.size, self.tokens + tokens
+        self.kind = "inputs" if batch.texts is None else "texts"
+
     def about(self, name: str | None) -> dict[str, Any]:
         """Return what every report says about how it was made."""
+        read: dict[str, Any] = {"batches": self.finished, "sequences": self.sequences, "tokens": self.tokens}
         return {
             "status": "interrupted" if self.interrupted else "complete",
             "model": self.audited.describe(name),
-            "data": self.data.describe(),
+            "data": DataDescription(kind=self.kind, checksum=self.checksum.hexdigest(), **read),
             "settings": self.settings,
             "versions": versions(),
             "seconds": round(time.monotonic() - self.started, 3),
@@ -276,33 +294,6 @@ class AuditBatch:
 
 
 @final
-class DataCounter:
-    """What a report has read of its data: counts, and the SHA-256 of all inputs."""
-
-    def __init__(self) -> None:
-        self.batches = self.sequences = self.tokens = 0
-        self._kind, self._digest = "inputs", hashlib.sha256()
-
-    def add(self, batch: AuditBatch, tokens: int) -> None:
-        """Add a finished batch with this number of tokens."""
-        for name, tensor in sorted(batch.inputs.items()):
-            self._digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            self._digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-        self.batches, self.sequences = self.batches + 1, self.sequences + batch.size
-        self.tokens += tokens
-        self._kind = "inputs" if batch.texts is None else "texts"
-
-    def describe(self) -> DataDescription:
-        return DataDescription(
-            kind=self._kind,
-            checksum=self._digest.hexdigest(),
-            batches=self.batches,
-            sequences=self.sequences,
-            tokens=self.tokens,
-        )
-
-
-@final
 class TextEncoder:
     """A tokenizer, of Hugging Face or of Holdfast: token ids with their spans in the text."""
 
@@ -345,10 +336,14 @@ class TextEncoder:
         """Return texts as one batch, padded on the right and cut after `length` tokens."""
         read = [self.encode(text) for text in texts]
         rows = [torch.tensor(ids[:length], dtype=torch.int64) for ids, _ in read]
-        ids = pad_sequence(rows, batch_first=True, padding_value=self.pad)
-        mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+        inputs = self.padded(rows)
         spans = None if not self.has_spans else tuple(found[:length] for _, found in read if found is not None)
-        return AuditBatch(number, {"input_ids": ids, "attention_mask": mask}, next_tokens(ids, mask), tuple(texts), spans)
+        return AuditBatch(number, inputs, next_tokens(*inputs.values()), tuple(texts), spans)
+
+    def padded(self, rows: list[Tensor]) -> dict[str, Tensor]:
+        """Return token ids as one batch, padded on the right, with their mask."""
+        ids = pad_sequence(rows, batch_first=True, padding_value=self.pad)
+        return {"input_ids": ids, "attention_mask": pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)}
 
     def pieces(self, text: str, length: int) -> Iterator[str]:
         """Yield a text in pieces of about `length` tokens at most, cut between tokens."""
@@ -378,9 +373,6 @@ def audit_batches(
     given: Iterable[Any], audited: AuditedModel, encoder: TextEncoder | None, *, batch: int, length: int, tokens: int | None
 ) -> Iterator[AuditBatch]:
     """Yield batches of the given texts or inputs until there are `tokens` tokens."""
-    check_count(batch, "batch")
-    check_count(length, "length", 2)  # one token has no next one
-    check_count(1 if tokens is None else tokens, "tokens")
     if isinstance(given, str | Mapping):
         raise ValueError(f"the texts or inputs are one {type(given).__name__}; give a list of strings or a list of batches.")
     everything = iter(given)
@@ -463,9 +455,7 @@ def labelled_batch(
             spans.append(offsets * ~of_pair)
             if one.pair is not None:
                 spans_of_second.append(offsets * of_pair)
-    ids = pad_sequence(rows, batch_first=True, padding_value=encoder.pad)
-    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
-    inputs = {"input_ids": ids, "attention_mask": mask}
+    inputs = encoder.padded(rows)
     if any(one.pair is not None for one in examples) and "token_type_ids" in found:
         inputs["token_type_ids"] = pad_sequence(types, batch_first=True)
     labels = torch.tensor([int(one.label) for one in examples]) if classes else None

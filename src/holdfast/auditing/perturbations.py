@@ -8,6 +8,7 @@ What each perturbs:
     Backend                       experts computed by another kernel
     SingleSequence, ExtraPadding  the other sequences and the padding of the batch
     WordChanges                   words swapped, misspelt or attacked by a plugin; only untouched tokens are compared
+    LostExpert                    the most used expert of each layer, whose gate is 0 before selection
     Attack                        the inputs of routers perturbed within a budget, so that as many tokens as possible flip
 """
 
@@ -29,6 +30,9 @@ from holdfast.auditing.model_and_data import AuditBatch, AuditedModel, TextEncod
 from holdfast.auditing.reports import DTYPES
 from holdfast.data import Vocabulary
 from holdfast.data.labelled_texts import with_texts
+from holdfast.hub import disable
+from holdfast.hub.disabling import routed_layers
+from holdfast.hub.replacements import needs_holdfast_experts
 from holdfast.metrics.tasks import IGNORED
 from holdfast.routing import Router
 
@@ -106,9 +110,8 @@ class ModelDtype(Perturbation):
         self.name, self.about = f"model.{short}", f"the whole model in {short}"
 
     def unavailable(self, audited: AuditedModel, batch: AuditBatch) -> str | None:
-        if any(parameter.is_meta for parameter in audited.model.parameters()):
-            return "some weights are offloaded to disk, so the model cannot be run in another dtype."
-        return None
+        is_offloaded = any(parameter.is_meta for parameter in audited.model.parameters())
+        return "some weights are offloaded to disk, so the model cannot be run in another dtype." if is_offloaded else None
 
     def run(self, audited: AuditedModel, batch: AuditBatch, clean: Observation, comparison: ForwardComparison) -> None:
         with weights_in_dtype([audited.model], self.dtype), warnings.catch_warnings():
@@ -131,8 +134,8 @@ class Backend(Perturbation):
             return "the model's experts are Holdfast's own, which have one implementation per device."
         if not hasattr(audited.model, "set_experts_implementation") or self.current is None:
             return "this version of transformers has only one implementation of its experts."
-        if any(site.router is not None and site.router.select.ragged for site in audited.moe_layers):
-            return "the model's routers leave slots unused, which only Holdfast's own experts function supports."
+        if any(needs_holdfast_experts(site.router) for site in audited.moe_layers):
+            return "its routers leave slots unused or scale gradients, which only Holdfast's own experts function supports."
         return None
 
     def run(self, audited: AuditedModel, batch: AuditBatch, clean: Observation, comparison: ForwardComparison) -> None:
@@ -151,10 +154,8 @@ class SingleSequence(Perturbation):
     harmless: ClassVar[bool] = True
 
     def unavailable(self, audited: AuditedModel, batch: AuditBatch) -> str | None:
-        mask = batch.token_mask
-        if batch.size == 1 and (mask is None or bool(mask.all())):
-            return "every batch is already one sequence without padding."
-        return None
+        is_alone = batch.size == 1 and (batch.token_mask is None or bool(batch.token_mask.all()))
+        return "every batch is already one sequence without padding." if is_alone else None
 
     def run(self, audited: AuditedModel, batch: AuditBatch, clean: Observation, comparison: ForwardComparison) -> None:
         mask = batch.token_mask
@@ -242,10 +243,9 @@ class WordChanges(Perturbation):
         else:
             examples = with_texts(batch.examples, attacked.texts)
             changed = labelled_batch(self.encoder, batch.number, examples, self.length, classes=audited.classes)
-        first, second = aligned_rows(batch, changed, attacked)
         device = clean.layers[0].tokens.device
-        rows: Rows = (first.to(device), second.to(device))
-        comparison.compare(clean, observe(audited, changed), [rows] * len(clean.layers))
+        first, second = (rows.to(device) for rows in aligned_rows(batch, changed, attacked))
+        comparison.compare(clean, observe(audited, changed), [(first, second)] * len(clean.layers))
         comparison.details.append({"words": sum(attacked.words), "changed": attacked.changed, "checksum": attacked.checksum})
 
     def _attacked(self, batch: AuditBatch) -> AttackedText | None:
@@ -271,6 +271,28 @@ def aligned_rows(before: AuditBatch, after: AuditBatch, attacked: AttackedText) 
         first.append(row * before.ids.shape[1] + places[0][same])
         second.append(row * after.ids.shape[1] + places[1][same])
     return torch.cat(first), torch.cat(second)
+
+
+@final
+class LostExpert(Perturbation):
+    """Evaluate without the expert of each layer that most tokens of the first batch use; the next best take its tokens."""
+
+    name, about = "lost-expert", "the most used expert of each layer is lost, and the next best take its tokens"
+
+    def __init__(self) -> None:
+        self.lost: dict[int, int] = {}  # expert by layer
+
+    def unavailable(self, audited: AuditedModel, batch: AuditBatch) -> str | None:
+        return next((reason for layer in routed_layers(audited.model) if (reason := layer.refusal()) is not None), None)
+
+    def run(self, audited: AuditedModel, batch: AuditBatch, clean: Observation, comparison: ForwardComparison) -> None:
+        if not self.lost:
+            for layer, record in enumerate(clean.layers):
+                used = record.routing.chosen[clean.real(layer)].double().mean(0)
+                self.lost[layer] = int(used.argmax())
+                comparison.details.append({"layer": layer, "expert": self.lost[layer], "share": float(used.max())})
+        with disable(audited.model, self.lost):
+            comparison.compare(clean, observe(audited, batch))
 
 
 @final

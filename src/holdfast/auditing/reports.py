@@ -7,17 +7,17 @@ cannot store. Two reports of the same model, data and settings differ only in `s
 import math
 import statistics
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 
 from holdfast.checked import Limits
 from holdfast.metrics import ExpertCount, Load, NearTieMass
-from holdfast.metrics.near_ties import WIDTHS
-from holdfast.stored import StoredRecord
+from holdfast.metrics.selection import WIDTHS
+from holdfast.metrics.token_routes import Routes, View
+from holdfast.stored import ShownRecord
 
 Numbers = dict[str, float | None]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # to which routers are rounded
@@ -26,15 +26,10 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # to which routers are
 Positive = Annotated[int, Limits(1, math.inf, "a whole number, at least 1")]
 Length = Annotated[int, Limits(2, math.inf, "a whole number, at least 2")]  # one token has no next one
 Natural = Annotated[int, Limits(0, math.inf, "a whole number, at least 0")]
+Drift = Annotated[float, Limits(0, 1, "a share of each token's length, from 0 to 1")]
 Noise = Annotated[float, Limits(sys.float_info.min, 1, "a share of each token's length, above 0 and at most 1")]
 Share = Annotated[float, Limits(0, 1, "a share from 0 to 1")]
 Size = Annotated[float, Limits(0, math.inf, "a number that is not negative")]
-
-
-def require_lengths(length: int, what: str, *rows: Sequence[Any] | None) -> None:
-    """Raise ValueError if a row has another length."""
-    if any(row is not None and len(row) != length for row in rows):
-        raise ValueError(f"it needs {what}.")
 
 
 def known_mean(values: Iterable[float | None]) -> float | None:
@@ -72,8 +67,8 @@ class DataDescription:
     file: str | None = None  # of a recorded rollout
 
 
-@dataclass(frozen=True, kw_only=True)
-class Report(StoredRecord):
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Report(ShownRecord):
     """What the reports of audits, geometry and mismatch have in common, beside their settings (abstract)."""
 
     remedy: ClassVar[str] = "measure the model again"
@@ -146,15 +141,6 @@ class Slice:
     extra: list[list[list[int]] | None]  # for each router, the experts beyond k at each grid point; None: never any
     tokens: list[Mark]
 
-    def __post_init__(self) -> None:
-        grids = [self.cells, *(grid for grid in self.extra if grid is not None)]
-        require_lengths(len(self.cells), "square grids of the same size", *grids, *(row for grid in grids for row in grid))
-        if not self.cells or not 0 <= min(map(min, self.cells)) <= max(map(max, self.cells)) < len(self.sets):
-            raise ValueError("it has a cell without a set.")
-        require_lengths(2, "two coordinates of each corner", self.low, self.high)
-        require_lengths(6, "two ends and two experts of each line", *self.lines)
-        require_lengths(5, "two coordinates and three experts of each point", *self.points)
-
 
 @dataclass(frozen=True)
 class Boundaries:
@@ -167,9 +153,6 @@ class Boundaries:
     orders: list[TieOrder] = field(default_factory=list)
     slice: Slice | None = None
 
-    def __post_init__(self) -> None:
-        require_lengths(len(self.widths), "a share for each width in every order", *(order.shares for order in self.orders))
-
 
 @dataclass(frozen=True)
 class Radii:
@@ -181,11 +164,6 @@ class Radii:
     none: float  # share of tokens without any
     edges: list[float]
     counts: list[int]
-
-    def __post_init__(self) -> None:
-        require_lengths(len(self.edges) + 1, f"{len(self.edges) + 1} counts for its {len(self.edges)} edges", self.counts)
-        if len(self.edges) < 2 or self.edges[0] <= 0 or any(high <= low for low, high in pairwise(self.edges)):
-            raise ValueError("it needs increasing edges above 0.")
 
 
 @dataclass(frozen=True)
@@ -259,8 +237,13 @@ class Changes:
     first_flips: float | None
     weight_change: float | None
     output: Outputs
+    predictions: int = 0  # that were compared
     prediction_flips: float | None = None
     loss: LossChange | None = None
+
+    @property
+    def loss_change(self) -> float | None:
+        return None if self.loss is None else self.loss.change
 
 
 @dataclass(frozen=True)
@@ -272,10 +255,6 @@ class Perturbed:
     layers: list[Changes]
     overall: Changes
     details: list[dict[str, Any]]
-
-    def __post_init__(self) -> None:
-        if not self.layers or any(entry.layer is None for entry in self.layers):
-            raise ValueError("a perturbation that was run needs its layers.")
 
 
 @dataclass(frozen=True)
@@ -295,17 +274,6 @@ class AtRisk(TokenPlace):
     radius: float | None
     leaves: int
     enters: int
-
-
-@dataclass(frozen=True)
-class View:
-    """The first tokens of a text, and by layer the relative radius of each; None where it is infinite."""
-
-    pieces: list[str]
-    layers: dict[str, list[float | None]]
-
-    def __post_init__(self) -> None:
-        require_lengths(len(self.pieces), "a radius for each piece in every layer", *self.layers.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -360,6 +328,34 @@ def names_of_numbers(perturbations: Iterable[str]) -> list[str]:
     return [*PLAIN, *grouped, *changes, *(f"output.{name}.{part}" for name in ran for part in Outputs.__annotations__)]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Trigger:
+    """Tokens that, put before texts, send their tokens to one expert. Shares are of texts that the search has not seen."""
+
+    layer: int
+    expert: int
+    tokens: list[int]
+    text: str | None
+    share: float  # of the tokens that select the expert after the trigger
+    without: float  # before the texts have the trigger
+    random: float  # the mean over random sequences of the same length
+    random_most: float  # with the best of these
+    texts: float  # share of the texts of which at least 90% of the tokens select the expert
+    flags: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Triggers:
+    """The strongest trigger of each layer, or why none was searched for."""
+
+    tokens: int  # of a trigger
+    searched: int = 0  # texts that the search saw
+    held_out: int = 0  # texts that the shares are measured on
+    random: int = 0  # random sequences
+    found: list[Trigger]
+    skipped: str | None = None
+
+
 @dataclass(frozen=True)
 class WhatIf:
     """What another router changes, without training: before and after, by perturbation; `overall` with that router."""
@@ -371,6 +367,7 @@ class WhatIf:
     output: dict[str, Pair]
     prediction_flips: dict[str, Pair]
     overall: Overall
+    routes: Routes | None = None  # of the tokens of the audit's view
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -393,16 +390,17 @@ class Settings(DataSettings):
     budget: Size = 0.01  # of the routing attack, as a share of a token's length
     attack_tokens: Positive = 64
     at_risk: Positive = 20
+    triggers: Natural = 0  # tokens of the triggers that are searched for; 0: none
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class AuditReport(Report):
     """The results of an audit."""
 
     file_name: ClassVar[str] = "audit.json"
     kind: ClassVar[str] = "an audit"
+    page: ClassVar[str] = "holdfast.report.audit_page:audit_page"
     remedy: ClassVar[str] = "audit the model again"
-    indent: ClassVar[int | None] = 1
 
     settings: Settings
     overall: Overall
@@ -411,21 +409,19 @@ class AuditReport(Report):
     skipped: dict[str, SkippedPerturbation]
     at_risk: list[AtRisk]  # the tokens with the smallest relative radii
     what_if: WhatIf | None = None
-    view: View | None = None
-
-    def __post_init__(self) -> None:
-        if not self.layers or len({tuple(layer.radius.edges) for layer in self.layers if layer.radius}) > 1:
-            raise ValueError("layers must not be empty, and must have the same edges of radii.")
+    triggers: Triggers | None = None  # None: not asked for
+    view: View | None = None  # the first texts or pictures, and the routes of their tokens
 
     def numbers(self) -> Numbers:
         """Return the numbers of `overall` by dotted name: "undecided.bf16", "flips.noise.0.01"."""
-        return dict(_flat(asdict(self.overall)))
+        return dict(flattened(asdict(self.overall)))
 
 
-def _flat(nested: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float | None]]:
-    for name, value in nested.items():
+def flattened(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the entries of a nested mapping with dotted names."""
+    for name, value in tree.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
+            yield from flattened(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 
@@ -444,11 +440,6 @@ class Ties:
     exact: bool
     orders: list[TieOrder]
 
-    def __post_init__(self) -> None:
-        require_lengths(len(self.widths), "a share for each width in every order", *(order.shares for order in self.orders))
-        laws = [law for order in self.orders for law in (order.law, order.asymptotic)]
-        require_lengths(len(self.widths), "a number for each width in every law", *laws)
-
 
 @dataclass(frozen=True)
 class Hitting:
@@ -461,9 +452,6 @@ class Hitting:
     tokens: int
     walks: int
     exits_of_order_1: float | None
-
-    def __post_init__(self) -> None:
-        require_lengths(len(self.times), "a number for each time", self.lower, self.upper, self.simulated)
 
 
 @dataclass(frozen=True)
@@ -491,10 +479,6 @@ class Jumps:
     routers: list[JumpSizes]
     largest: list[Jump]
 
-    def __post_init__(self) -> None:
-        if len(self.routers) not in (1, 2):
-            raise ValueError("routers must be one or two.")
-
 
 @dataclass(frozen=True)
 class Normal:
@@ -508,10 +492,6 @@ class Normal:
     change: list[list[float | None]]
     steps: list[float]
     largest: list[list[float | None]]
-
-    def __post_init__(self) -> None:
-        require_lengths(len(self.positions), "a change for each position", *self.change)
-        require_lengths(len(self.steps), "a difference for each step", *self.largest)
 
 
 @dataclass(frozen=True)
@@ -531,9 +511,9 @@ class GraphPrecision:
     mean: list[float | None]
     largest: list[float | None]
     beyond: list[float | None]
-
-    def __post_init__(self) -> None:
-        require_lengths(max(1, len(self.noise)), "three numbers for each noise", self.mean, self.largest, self.beyond)
+    joint: list[float | None]  # the largest change of the share of tokens that two experts have in common
+    joint_bound: list[float | None]  # what no noise of that size can exceed
+    regularity: float | None  # rho of the thinnest region of the sets that are selected most; None: scipy is missing
 
 
 @dataclass(frozen=True)
@@ -581,9 +561,6 @@ class Tsne:
     y: list[float]
     experts: list[int]
 
-    def __post_init__(self) -> None:
-        require_lengths(len(self.x), "two coordinates and an expert for each token", self.y, self.experts)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Theory:
@@ -603,9 +580,6 @@ class ExtraExperts:
 
     extra: list[float]
     extra_law: list[float | None] | None
-
-    def __post_init__(self) -> None:
-        require_lengths(3, "the shares of 1, 2 and 3 experts", self.extra, self.extra_law)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -651,23 +625,21 @@ class GeometrySettings(DataSettings):
 
     what_if: str | None = "smooth"
     noise: Noise = 0.05  # of the random walks at time 1
+    drift: Drift = 0.0  # of the random walks straight towards the nearest boundary, until time 1
     walks: Positive = 4  # of each token that walks
     walking: Positive = 512  # tokens of a layer that walk
     pictures: Natural = 8  # layers with pictures at most, evenly spaced
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class GeometryReport(Report):
     """The geometry of routing on a model's own tokens."""
 
     file_name: ClassVar[str] = "geometry.json"
     kind: ClassVar[str] = "a geometry report"
+    page: ClassVar[str] = "holdfast.report.geometry_page:geometry_page"
 
     settings: GeometrySettings
     layers: list[MeasuredLayer]
     refused: list[RefusedLayer]  # layers without affine keys
     what_if: GeometryWhatIf | None = None
-
-    def __post_init__(self) -> None:
-        if not self.layers and not self.refused:
-            raise ValueError("layers and refused are both empty.")

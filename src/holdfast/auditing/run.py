@@ -4,17 +4,28 @@
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, final
 
 from holdfast.attacks import ATTACKS
-from holdfast.auditing.baseline import Baseline
+from holdfast.auditing.baseline import Baseline, shown_tokens
 from holdfast.auditing.forwards import ForwardComparison, observe
-from holdfast.auditing.model_and_data import AuditBatch, AuditedModel, Measurement, Progress, TextEncoder, resident
+from holdfast.auditing.model_and_data import (
+    AuditBatch,
+    AuditedModel,
+    Measurement,
+    Progress,
+    TextEncoder,
+    evaluation_mode,
+    resident,
+)
 from holdfast.auditing.perturbations import (
     Attack,
     Backend,
     ExtraPadding,
+    LostExpert,
     ModelDtype,
     Noise,
     Perturbation,
@@ -32,15 +43,18 @@ from holdfast.auditing.reports import (
     Perturbed,
     Settings,
     SkippedPerturbation,
+    Triggers,
     WhatIf,
     known_mean,
 )
+from holdfast.auditing.triggers import TEXTS, find_triggers, unsearchable
 from holdfast.checked import from_mapping
 from holdfast.errors import unknown_name
 from holdfast.hub import reroute, restore
 from holdfast.hub.layers import MoELayerRef
 from holdfast.hub.replacements import ReroutedGate
-from holdfast.routing.layer_names import resolve_layers, routers_by_layer
+from holdfast.metrics.token_routes import Routes, View
+from holdfast.routing.presets import resolve_layers, routers_by_layer
 
 PERTURBATIONS = {
     "none": "the same forward twice: nothing may change",
@@ -53,6 +67,7 @@ PERTURBATIONS = {
     "typos": "words misspelt; compares the untouched tokens",
     "attack": "router inputs of a few tokens perturbed so that as many as possible flip",
 }
+ON_REQUEST = {"lost-expert": "the most used expert of each layer is lost; the next best take its tokens"}  # not small
 MOST_LEVELS = 8  # of noise: each is a forward of all data
 
 
@@ -60,8 +75,8 @@ def audit_settings(perturb: Iterable[str], noise: Iterable[float], **given: Any)
     """Return the settings of an audit; raise ValueError for a wrong name or value."""
     settings: Settings = from_mapping(Settings, {"perturb": list(perturb), "noise": list(noise), **given})
     for name in settings.perturb:
-        if name not in PERTURBATIONS and name not in text_attacks():
-            raise ValueError(unknown_name("perturbation", name, [*PERTURBATIONS, *text_attacks()]))
+        if name not in (known := [*PERTURBATIONS, *ON_REQUEST, *text_attacks()]):
+            raise ValueError(unknown_name("perturbation", name, known))
     levels = len(settings.noise)
     if levels > MOST_LEVELS:
         raise ValueError(f"there are {levels} noise levels; give at most {MOST_LEVELS}, because each runs all data.")
@@ -81,11 +96,12 @@ def perturbation_names(settings: Settings) -> list[str]:
 
 def text_attacks() -> list[str]:
     """Return the attacks on texts that an audit does not run by default: those of plugins, and `generic`."""
-    return [attack.name for attack in ATTACKS if attack.task == "text" and attack.name not in PERTURBATIONS]
+    texts = (attack for attack in ATTACKS if attack.task == "text" and not attack.reads_model)
+    return [attack.name for attack in texts if attack.name not in PERTURBATIONS]
 
 
 def _in_order(settings: Settings) -> list[str]:
-    """Return the perturbations in the order of `PERTURBATIONS`, then the other attacks on texts as they were given."""
+    """Return the perturbations in the order of `PERTURBATIONS`, then the others as they were given."""
     ours = [name for name in PERTURBATIONS if name in settings.perturb]
     return ours + [name for name in dict.fromkeys(settings.perturb) if name not in PERTURBATIONS]
 
@@ -100,6 +116,7 @@ def perturbations(settings: Settings, audited: AuditedModel, encoder: TextEncode
         "batch": [SingleSequence(), ExtraPadding("left"), ExtraPadding("right")],
         "backend": [Backend(audited)],
         "attack": [Attack(settings.budget, settings.attack_tokens, settings.seed)],
+        "lost-expert": [LostExpert()],
     }
     for name in ("words", "typos", *text_attacks()):
         by_name[name] = [WordChanges(name, encoder, settings.rate, settings.seed, settings.length)]
@@ -122,11 +139,13 @@ def audit(
     model            of any MoE family, rerouted or not, or sparsified; it is not changed
     texts_or_inputs  strings, with the model's `tokenizer`; `holdfast.data.LabelledText` (text, label, pair), if it
                      classifies texts; or batches, dicts for its forward. Read once, one batch at a time
-    perturb          names of `holdfast.auditing.PERTURBATIONS`; the report gives the reason for each that cannot be run
+    perturb          names of `holdfast.auditing.PERTURBATIONS`, which run by default, or "lost-expert"; the report gives the
+                     reason for each that cannot be run
     noise            levels, as shares of each router input's length
     name             of the model in the report
-    progress         called with the number of tokens done and a description of the current work
-    settings         seed, batch, length, tokens, rate, budget, attack_tokens, at_risk: those of `Settings`
+    progress         called with the number of tokens done and a description of the current work; by default a bar shows
+                     them, or lines on stderr where there is no terminal
+    settings         seed, batch, length, tokens, rate, budget, attack_tokens, at_risk, triggers: those of `Settings`
 
     After Ctrl-C it reports on the finished batches, with the status "interrupted".
 
@@ -136,7 +155,9 @@ def audit(
     """
     checked = audit_settings((perturb,) if isinstance(perturb, str) else perturb, noise, **settings)
     run = _Audit(model, tokenizer, checked, progress)
-    run.run(texts_or_inputs)
+    with run.showing(name):
+        run.run(texts_or_inputs)
+        run.search()
     return run.report(name)
 
 
@@ -150,23 +171,26 @@ class _Audit(Measurement):
         self.baseline = Baseline(self.audited, settings.at_risk)
         self.comparisons = {one.name: ForwardComparison(self.audited) for one in self.perturbations}
         self.skipped: dict[str, str] = {}
+        self.first: list[AuditBatch] = []  # batches, for the search for triggers
+        self.triggers: Triggers | None = None
 
     def add(self, batch: AuditBatch) -> None:
-        self.tell(self.data.tokens, "the unperturbed model")
+        self.tell(self.tokens, "the unperturbed model")
         clean = observe(self.audited, batch)
         clean.require_finite()
         baseline = Baseline(self.audited, self.settings.at_risk)
-        baseline.update(clean, batch, self.encoder)
+        shown = shown_tokens(self.audited, clean, batch, self.encoder) if batch.number == 0 else None
+        baseline.update(clean, batch, self.encoder, shown)
         comparisons: dict[str, ForwardComparison] = {}
         reasons: dict[str, str] = {}
-        for perturbation in self.perturbations:
+        for number, perturbation in enumerate(self.perturbations, 1):
             name = perturbation.name
             if name in self.skipped:
                 continue
             reason = perturbation.unavailable(self.audited, batch)
             if reason is None:
-                self.tell(self.data.tokens, perturbation.about)
-                comparisons[name] = ForwardComparison(self.audited)
+                self.tell(self.tokens + batch.tokens * number // (len(self.perturbations) + 1), perturbation.about)
+                comparisons[name] = ForwardComparison(self.audited, None if shown is None else shown.rows)
                 try:
                     perturbation.run(self.audited, batch, clean, comparisons[name])
                 # A device may not have the backend, or a kernel may not support the dtype.
@@ -181,7 +205,29 @@ class _Audit(Measurement):
             # One that only does not apply to this batch keeps its earlier results.
             if reason.startswith("it failed") or not self.comparisons[name].tokens:
                 self.skipped[name] = reason
-        self.data.add(batch, batch.tokens)
+        self.count(batch, batch.tokens)
+        if self.settings.triggers and sum(one.size for one in self.first) < TEXTS:
+            self.first.append(batch)
+
+    def search(self) -> None:
+        """Search for triggers if the settings ask for them; after Ctrl-C, keep those of the finished layers."""
+        tokens, audited = self.settings.triggers, self.audited
+        if not tokens or self.interrupted:
+            return
+        reason = unsearchable(audited, self.first, tokens)
+        if reason is not None:
+            self.triggers = Triggers(tokens=tokens, found=[], skipped=reason)
+            return
+        tell = partial(self.tell, self.tokens)
+        with evaluation_mode(audited.model), resident(audited.scorers()):
+            try:
+                for found in find_triggers(audited, self.first, self.encoder, tokens, self.settings.seed, tell):
+                    self.triggers = found
+            except KeyboardInterrupt:
+                self.interrupted = True
+            except (RuntimeError, NotImplementedError) as problem:  # out of memory, or embeddings of an unknown form
+                finished = [] if self.triggers is None else self.triggers.found
+                self.triggers = Triggers(tokens=tokens, found=finished, skipped=f"it failed: {problem}")
 
     def report(self, name: str | None) -> AuditReport:
         perturbed: dict[str, Perturbed] = {}
@@ -200,8 +246,17 @@ class _Audit(Measurement):
             perturbations=perturbed,
             skipped=skipped,
             at_risk=self.baseline.at_risk,
-            view=self.baseline.view,
+            triggers=self.triggers,
+            view=self._view(perturbed),
         ).as_stored()
+
+    def _view(self, perturbed: Mapping[str, Perturbed]) -> View | None:
+        """Return the tokens that a page shows, with the changes of the perturbations that were run on them."""
+        if not self.baseline.examples:
+            return None
+        changes = {name: self.comparisons[name].shown.result(one.about) for name, one in perturbed.items()}
+        known = {name: one for name, one in changes.items() if one.compared}
+        return View(self.baseline.examples, Routes(self.baseline.routes, known))
 
 
 def overall(layers: list[AuditedLayer], loss: float | None, perturbed: dict[str, Perturbed]) -> Overall:
@@ -211,7 +266,7 @@ def overall(layers: list[AuditedLayer], loss: float | None, perturbed: dict[str,
     strips = zip(*(layer.near_ties.strips for layer in layers), strict=True)
     medians = [math.inf if layer.radius.median is None else layer.radius.median for layer in certified if layer.radius]
     changes = {name: one.overall for name, one in perturbed.items()}
-    groups = ("flips", "first_flips", "weight_change", "output", "prediction_flips")
+    groups = ("flips", "first_flips", "weight_change", "output", "prediction_flips", "loss_change")
     changed: dict[str, Any] = {group: {name: getattr(one, group) for name, one in changes.items()} for group in groups}
     undecided = {name: [layer.undecided[name].share for layer in certified] for name in DTYPES} if certified else {}
     return Overall(
@@ -241,7 +296,6 @@ def overall(layers: list[AuditedLayer], loss: float | None, perturbed: dict[str,
             "groups": max(layer.co_selection.groups for layer in layers),
         },
         **changed,
-        loss_change={name: None if one.loss is None else one.loss.change for name, one in changes.items()},
     )
 
 
@@ -269,12 +323,9 @@ def what_if(
     routers_by_layer(resolve_layers(router, options, native=True), len(audited.moe_layers))  # a mistake ends it here
     inputs = list(texts_or_inputs) if isinstance(texts_or_inputs, Iterator) else texts_or_inputs  # read twice
     before = audit(model, inputs, **settings) if before is None else before
-    with resident(audited.scorers()):  # a new router may take the weights of the old one
-        reroute(model, router, **(options or {}))
-        try:
-            after = audit(model, inputs, **settings)
-        finally:
-            restore(model)
+    with rerouted(audited, router, **(options or {})):
+        again = {**settings, "triggers": 0}  # a trigger is searched for in the model as it is
+        after = audit(model, inputs, **{**again, "name": f"{settings.get('name') or 'the model'} with {router}"})
     if before.data.checksum != after.data.checksum:
         raise ValueError("the two audits used different data: the first was interrupted, or used other inputs.")
     one, two = before.overall, after.overall
@@ -287,7 +338,19 @@ def what_if(
         output={name: Pair(one.output[name].total, two.output[name].total) for name in both},
         prediction_flips={name: Pair(one.prediction_flips[name], two.prediction_flips[name]) for name in both},
         overall=two,
+        routes=None if after.view is None else after.view.routes,
     )
+
+
+@contextmanager
+def rerouted(audited: AuditedModel, router: str, **options: Any) -> Iterator[None]:
+    """Give the model another router inside the `with`; restore it afterwards, also after an error."""
+    with resident(audited.scorers()):  # a new router may take the weights of the old one
+        reroute(audited.model, router, **options)
+        try:
+            yield
+        finally:
+            restore(audited.model)
 
 
 def require_not_rerouted(audited: AuditedModel) -> None:

@@ -23,9 +23,7 @@ class Certificates:
     smaller by the largest rounding errors; if it is "lower bound", the boundary may be farther away.
     """
 
-    radius: (
-        Tensor  # (...) float64; infinite if no perturbation flips the token; 0 for padding and if nothing can be certified
-    )
+    radius: Tensor  # (...) float64; infinite if no perturbation flips the token; 0 for padding, and if nothing is certified
     distance: Tensor  # (...) float64, at least the radius
     lengths: Tensor  # (...) float64: norms of the tokens, in the norm of the radii
     margin: Tensor  # (...) float64: the difference of the pair in what the router compares (logits, gates, ...)
@@ -50,12 +48,9 @@ class Certificates:
 
     def summary(self) -> dict[str, Json]:
         """Return what to store with a result, as plain data."""
+        stated = {name: getattr(self, name) for name in ("kind", "norm", "about", "arithmetic", "confidence")}
         return {
-            "kind": self.kind,
-            "norm": self.norm,
-            "about": self.about,
-            "arithmetic": self.arithmetic,
-            "confidence": self.confidence,
+            **stated,
             "tokens": int(self.real.sum()),
             "certified": float((self.radius > 0)[self.real].double().mean()) if self.real.any() else 0.0,
             "radius": self._quantiles(self.radius),
@@ -68,7 +63,5 @@ class Certificates:
         real = values[self.real].flatten().sort().values
         if not len(real):
             return {}
-        chosen = [float(real[round(share * (len(real) - 1))]) for share in QUANTILES]
-        return {
-            f"{share:.0%}": value if value < float("inf") else None for share, value in zip(QUANTILES, chosen, strict=True)
-        }
+        chosen = {share: float(real[round(share * (len(real) - 1))]) for share in QUANTILES}
+        return {f"{share:.0%}": value if value < float("inf") else None for share, value in chosen.items()}

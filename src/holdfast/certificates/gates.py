@@ -52,17 +52,22 @@ from holdfast.certificates.planes import (
     with_threshold,
 )
 from holdfast.certificates.score_geometry import Scoring
-from holdfast.routing.bounds import ABOVE, largest_in_sequence, unit
+from holdfast.routing.bounds import ABOVE, TINY, largest_in_sequence, safe_sqrt, unit
 from holdfast.routing.declarations import Conditions, Mixing
 
 NEGLIGIBLE = 1e-7  # underflow may be this part of a gate
 UNDERFLOW = 2.0**-126
 LARGEST_EXPONENT = 300.0  # of terms that are exponentiated in float64
-TINY = torch.finfo(torch.float64).tiny
 STEEPEST = 1 / 4  # max s'
 CURVATURE = 1 / (6 * math.sqrt(3))  # max |s''|
 LARGEST_RADIUS = 2.0**20  # times the longest token: where bisection starts
 SIGMOID_ROUNDINGS = 16  # of a gate between 0 and 1, in units of float32
+
+
+def _log(values: Tensor) -> Tensor:
+    """Return the logarithm, with the gradient 0 instead of infinity at 0."""
+    positive = values > 0
+    return values.where(positive, 1.0).log().where(positive, -torch.inf)
 
 
 @final
@@ -76,8 +81,7 @@ class SoftmaxGates(RadiusProblem):
         self.values, self.graph = scoring.values, graph
         self.gates = self.values.logits.softmax(-1)
         self.keys = self.gates @ graph.t()  # (T,R)
-        ahead, behind = conditions.sums(self.keys)
-        super().__init__(scoring, conditions, ahead - behind)
+        super().__init__(scoring, conditions, self.keys)
 
     def radii(self, errors: Tensor | None) -> Tensor:
         if errors is not None:
@@ -86,12 +90,14 @@ class SoftmaxGates(RadiusProblem):
         coefficients = self._coefficients(self.conditions.ahead, self.conditions.behind, errors)
         odds, _, _ = self._odds(coefficients)
         diameters = (self.values.diameters * ABOVE).unsqueeze(1).clamp_min(TINY)
-        simple = (odds / diameters).where(coefficients.any(-1), torch.where(self.conditions.ties_hold, torch.inf, 0.0))
+        finite = odds.isfinite()
+        simple = (odds.where(finite, 0.0) / diameters).where(finite, odds)
+        simple = simple.where(coefficients.any(-1), torch.where(self.conditions.ties_hold, torch.inf, 0.0))
 
         def tight(which: Tensor) -> Tensor:
             return self._tight_radii(self._coefficients(*self.conditions.sides(which), errors))
 
-        radii = tighten_smallest(simple, self.conditions, tight)
+        radii = tighten_smallest(simple, self.conditions, tight, self.scoring.static)
         if errors is not None:  # the odds of gates that underflow are unknown; far above that, underflow is negligible
             lost = UNDERFLOW * (4 + 2 * self.graph.shape[0] + 2 * float(self.graph.sum(1).max())) / NEGLIGIBLE
             ahead, _ = self.conditions.sums(self.keys)
@@ -112,28 +118,28 @@ class SoftmaxGates(RadiusProblem):
         above, below = terms.clamp_min(0), (-terms).clamp_min(0)
         against = below.sum(-1)
         against = torch.where((coefficients < 0).any(-1), against.clamp_min(TINY), against)  # an underflowing term is not 0
-        odds = above.sum(-1).log() - against.log()
-        return odds.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf), above, below
+        favour = above.sum(-1)
+        odds = _log(favour) - _log(against)
+        return odds.where((favour > 0) | (against > 0), 0.0), above, below
 
     def _tight_radii(self, coefficients: Tensor) -> Tensor:
         """Return radii (T,R) from the bound that is exact to first order."""
         odds, above, below = self._odds(coefficients)
+        odds = odds.where(odds.isfinite(), 0.0)  # infinite ones need no bound, and have no gradient
         known = below.sum(-1) > 0
         above, below = (part / part.sum(-1, keepdim=True).clamp_min(TINY) for part in (above, below))
         slope = self.values.change_rate(above - below) * ABOVE
-        experts = self.values.experts
-        spans = self.values.spans[:, :experts, :experts][self.values.factor_index] * ABOVE  # (T,E,E)
-        apart = below @ spans
+        apart = below @ (self.values.expert_spans() * ABOVE)
         diameters = self.values.diameters.unsqueeze(1) * ABOVE
 
-        def is_satisfied(radius: Tensor) -> Tensor:
+        def slack(radius: Tensor) -> Tensor:
             far = radius.unsqueeze(-1) * apart
             spread = (below * (far.expm1() - far)).sum(-1).log1p().minimum((radius * diameters).square() / 8)
-            return radius * slope + spread <= odds * (1 - 1e-12)
+            return odds * (1 - 1e-12) - radius * slope - spread
 
         # Larger radii would need exponentials that overflow in float64.
         upper = (odds.clamp_min(0) / slope.clamp_min(TINY)).minimum(LARGEST_EXPONENT / diameters.clamp_min(TINY))
-        return bisect_largest(is_satisfied, upper).where(known, 0.0)
+        return bisect_largest(slack, upper).where(known, 0.0)
 
     def bounds(self) -> dict[str, Tensor]:
         """Return the bound of each pair from the Lipschitz constant L of the softmax, and proposition 1 of SymphonySMoE.
@@ -169,8 +175,7 @@ class SigmoidGates(RadiusProblem):
         own = torch.eye(experts, dtype=gates.dtype, device=gates.device) if graph is None else graph
         self.graph = torch.cat([own, torch.zeros_like(own[:1])])  # the threshold contains no gate
         keys = (gates if graph is None else gates @ graph.t()) + self.bias
-        ahead, behind = conditions.sums(with_threshold(keys, conditions.threshold))
-        super().__init__(scoring, conditions, ahead - behind)
+        super().__init__(scoring, conditions, with_threshold(keys, conditions.threshold))
 
     def radii(self, errors: Tensor | None) -> Tensor:
         margins = self.margins
@@ -188,7 +193,7 @@ class SigmoidGates(RadiusProblem):
             members = None if self.informed else torch.cat([ahead, behind], dim=-1)
             return self._tight_radii(coefficients, margins.gather(1, which), members)
 
-        return tighten_smallest(simple, self.conditions, tight)
+        return tighten_smallest(simple, self.conditions, tight, self.scoring.static)
 
     def _tight_radii(self, coefficients: Tensor, margins: Tensor, members: Tensor | None) -> Tensor:
         """Return radii (T,R) for `coefficients (T,R,E)`. If `members (T,R,n)` are given, all others have coefficient 0."""
@@ -203,17 +208,17 @@ class SigmoidGates(RadiusProblem):
         weights, signs = coefficients.abs(), coefficients.sign()
         bend = CURVATURE / 2 * (weights * slopes.square()).sum(-1)
         room = margins.clamp_min(0)
-        taylor = 2 * room / ((slope + (slope.square() + 4 * bend * room).sqrt()) * ABOVE).clamp_min(TINY)
+        taylor = 2 * room / ((slope + safe_sqrt(slope.square() + 4 * bend * room)) * ABOVE).clamp_min(TINY)
         towards = signs * slopes
 
-        def is_satisfied(radius: Tensor) -> Tensor:
+        def slack(radius: Tensor) -> Tensor:
             worst = torch.sigmoid(logits - radius.unsqueeze(-1) * towards)
-            return (coefficients * (gates - worst)).sum(-1) <= margins * (1 - 1e-12)
+            return margins * (1 - 1e-12) - (coefficients * (gates - worst)).sum(-1)
 
         # If the sigmoids can never lose as much as the margin, the condition never fails.
         never = (coefficients * (gates - (coefficients < 0).to(gates))).sum(-1) < margins
         upper = (4 * taylor).maximum(8 * room / (STEEPEST * (weights * slopes).sum(-1)).clamp_min(TINY))
-        return taylor.maximum(bisect_largest(is_satisfied, upper)).where(~never, torch.inf).where(margins > 0, 0.0)
+        return taylor.maximum(bisect_largest(slack, upper)).where(~never, torch.inf).where(margins > 0, 0.0)
 
 
 @final
@@ -228,22 +233,16 @@ class MixedGates(RadiusProblem):
     def __init__(
         self, scoring: Scoring, conditions: Conditions, keys: Tensor, graph: Tensor, mixing: Mixing, real: Tensor
     ) -> None:
-        ahead, behind = conditions.sums(keys)
-        super().__init__(scoring, conditions, ahead - behind)
+        super().__init__(scoring, conditions, keys)
         self.graph, self.mixing, self.real = graph, mixing, real
         # Those of the most sensitive token of the sequence.
         self.speed = self._over_sequence(scoring.values.diameters) * ABOVE
         self.point_speed = self._over_sequence(scoring.point_speed)
         self.ranges = torch.stack([(graph - row).amax(1) - (graph - row).amin(1) for row in graph]) * ABOVE  # (E+1,E+1)
 
-    def errors(self, arithmetic: Arithmetic, reach: Tensor) -> Tensor:
-        return self._worst(self.scoring.value_errors(arithmetic, self._over_sequence(reach)))
-
-    def errors_at_tokens(self, arithmetic: Arithmetic) -> Tensor:
-        return self._worst(self.scoring.value_errors_at_tokens(arithmetic))
-
-    def _worst(self, errors: Tensor) -> Tensor:
+    def errors(self, arithmetic: Arithmetic, reach: Tensor | None) -> Tensor:
         """Return the error (T,1) of the worst logit of the sequence."""
+        errors = self.scoring.value_errors(arithmetic, None if reach is None else self._over_sequence(reach))
         return self._over_sequence(errors.amax(1)).unsqueeze(1)
 
     def _over_sequence(self, values: Tensor) -> Tensor:
@@ -261,19 +260,18 @@ class MixedGates(RadiusProblem):
             largest_gates = self.graph.amax(1)
             rounded = torch.tensor(roundings * unit(torch.float32)).expm1() * (largest_gates[ahead] + largest_gates[behind])
             margins = margins - 2 * (ranges * torch.tanh(errors / 2) + rounded) - 1e-30
-        never = (margins > 0) | ((margins == 0) & self.conditions.ties_hold)
-        return (margins / ranges.clamp_min(TINY)).where(ranges > 0, torch.where(never, torch.inf, 0.0))
+        return self.margins_over(ranges, margins)
 
     def nearest(self, errors: Tensor | None) -> Nearest:
         shares, which = smallest_radius(self.radii(errors), self.conditions)
         change = self.mixing.change
 
-        def is_satisfied(radius: Tensor) -> Tensor:
+        def slack(radius: Tensor) -> Tensor:
             drift = torch.tanh(self.scoring.point_distance(radius * self.point_speed) * self.speed / 4)
             if change is not None:
                 drift = drift + self.mixing.strength * torch.tanh(change(radius, errors is not None) / 2)
-            return drift < shares
+            return shares - drift
 
         longest = self._over_sequence(self.scoring.planes.points.norm(dim=-1))
-        radius = bisect_largest(is_satisfied, LARGEST_RADIUS * (longest + 1), steps=60)
+        radius = bisect_largest(slack, LARGEST_RADIUS * (longest + 1), steps=60)
         return Nearest(radius.where(shares < torch.inf, torch.inf), which)

@@ -10,9 +10,11 @@ and ReMoE's ReLU, with the planes l_e = 0. The set changes at the nearest plane:
 T tokens, E experts, M conditions per token
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple, final
+from copy import copy
+from typing import NamedTuple, Self, final
 
 import torch
 from torch import Tensor
@@ -24,8 +26,8 @@ from holdfast.routing.declarations import Conditions
 
 SOFTMAX_ROUNDINGS = 224  # of exp(l - max) / sum: u |l - max| <= 104 u twice, and a few; E more for the sum
 LOWEST = 80.0  # logits this far below the largest have a float32 gate of 0
-AT_A_TIME = 4  # conditions of a token that are tightened together
-ROUNDS = 16  # of tightening, at most
+MOST_TIGHTENED = 64  # conditions of a token
+STEP = 1e-7  # of the largest radius: between points whose difference gives a slope
 
 
 class Nearest(NamedTuple):
@@ -36,13 +38,17 @@ class Nearest(NamedTuple):
 
 
 class RadiusProblem(ABC):
-    """The conditions under which some tokens keep their selected sets (abstract)."""
+    """The conditions under which some tokens keep their selected sets (abstract).
+
+    keys  (T,E+1): what the router compares; index E is the threshold
+    """
 
     exact = False  # whether the radii are exact, up to rounding
 
-    def __init__(self, scoring: Scoring, conditions: Conditions, margins: Tensor) -> None:
+    def __init__(self, scoring: Scoring, conditions: Conditions, keys: Tensor) -> None:
         self.scoring, self.conditions = scoring, conditions
-        self.margins = margins  # (T,M): left side minus right side of each condition, in what the router compares
+        ahead, behind = conditions.sums(keys)
+        self.margins = ahead - behind  # (T,M)
 
     @abstractmethod
     def radii(self, errors: Tensor | None) -> Tensor:
@@ -55,17 +61,28 @@ class RadiusProblem(ABC):
         """Return the smallest radius of each token."""
         return smallest_radius(self.radii(errors), self.conditions)
 
+    def at(self, which: Tensor) -> Self:
+        """Return the problem with the condition `which (T,)` of each token alone."""
+        one = copy(self)
+        one.conditions, one.margins = self.conditions.at(which), self.margins.gather(1, which.unsqueeze(1))
+        return one
+
+    def distance(self, radius: Tensor) -> Tensor:
+        """Convert a radius of `nearest` to the radius around the tokens, rounded down."""
+        return self.to_token_radius(radius).nan_to_num(nan=0.0, posinf=torch.inf).clamp_min(0) / ABOVE
+
     def to_token_radius(self, radius: Tensor) -> Tensor:
         """Convert a radius of `radii` to a radius around the tokens."""
         return self.scoring.to_token_radius(radius)
 
-    def errors(self, arithmetic: Arithmetic, reach: Tensor) -> Tensor:
-        """Return the largest rounding errors (T,E) at any token within `reach`."""
+    def errors(self, arithmetic: Arithmetic, reach: Tensor | None) -> Tensor:
+        """Return the largest rounding errors (T,E) at any token within `reach (T,)`; None: at the unperturbed tokens."""
         return self.scoring.value_errors(arithmetic, reach)
 
-    def errors_at_tokens(self, arithmetic: Arithmetic) -> Tensor:
-        """Return the largest rounding errors (T,E) at the unperturbed tokens."""
-        return self.scoring.value_errors_at_tokens(arithmetic)
+    def margins_over(self, speeds: Tensor, margins: Tensor) -> Tensor:
+        """Return `margins / speeds` (T,M); for a speed of 0, infinity if the condition is satisfied, and else 0."""
+        satisfied = (margins > 0) | ((margins == 0) & self.conditions.ties_hold)
+        return (margins / speeds.where(speeds > 0, 1.0)).where(speeds > 0, torch.where(satisfied, torch.inf, 0.0))
 
     def bounds(self) -> dict[str, Tensor]:
         """Return other known lower bounds (T,) for the same tokens, in real numbers, by name."""
@@ -81,37 +98,55 @@ def smallest_radius(radii: Tensor, conditions: Conditions) -> Nearest:
     return Nearest(radius.clamp_min(0), which)
 
 
-def tighten_smallest(simple: Tensor, conditions: Conditions, tighten: Callable[[Tensor], Tensor]) -> Tensor:
+def at_a_time(static: bool) -> int:
+    """Return how many conditions of a token are tightened together: more if the rounds cannot end early."""
+    return 16 if static else 4
+
+
+def tighten_smallest(simple: Tensor, conditions: Conditions, tighten: Callable[[Tensor], Tensor], static: bool) -> Tensor:
     """Return radii (T,M) that are at least the `simple` ones, and tight where it matters.
 
     Tight bounds are expensive, and only the smallest radius of a token counts. So the smallest are tightened, a few at a
-    time, until a tight one is the smallest. Every bound is sound, so stopping early is safe.
+    time, until a tight one is the smallest. Every bound is sound, so stopping early is safe. If the number of rounds must be
+    `static`, later rounds change nothing.
     """
-    radii, left = simple, simple.isfinite()
-    for _ in range(ROUNDS if simple.shape[1] else 0):
+    radii, left, together = simple, simple.isfinite(), at_a_time(static)
+    for _ in range(math.ceil(min(MOST_TIGHTENED, simple.shape[1]) / together)):
         binding = conditions.required_radii(radii)
         candidates = binding.where(left, torch.inf)
         rows = (candidates.amin(1) < torch.inf) & (candidates.amin(1) <= binding.amin(1))
-        if not rows.any():
+        if not static and not rows.any():
             break
-        values, which = candidates.topk(min(AT_A_TIME, simple.shape[1]), dim=1, largest=False)
+        values, which = candidates.topk(min(together, simple.shape[1]), dim=1, largest=False)
         current, needed = radii.gather(1, which), values.isfinite() & rows.unsqueeze(1)  # not for finished tokens
         radii = radii.scatter(1, which, tighten(which).maximum(current).where(needed, current))
         left = left.scatter(1, which, left.gather(1, which) & ~needed)
     return radii
 
 
-def bisect_largest(is_satisfied: Callable[[Tensor], Tensor], upper: Tensor, steps: int = 30) -> Tensor:
-    """Return, by bisection up to `upper`, about the largest radius at which `is_satisfied` is True; 0 if there is none.
+def bisect_largest(slack: Callable[[Tensor], Tensor], upper: Tensor, steps: int = 30) -> Tensor:
+    """Return, by bisection up to `upper`, about the largest radius r at which `slack(r)` is positive; 0 if there is none.
 
-    `is_satisfied` must be True up to some radius and False beyond it.
+    `slack` must decrease. The result of a bisection has no gradient, so r gets that of the equation slack(r) = 0 that it
+    solves, or of `upper`:
+
+        r - (slack(r) - constant) / slack'(r)     constant = slack(r) and slack'(r) without gradients
     """
-    low, high = torch.zeros_like(upper), upper
-    for _ in range(steps):
-        middle = (low + high) / 2
-        good = is_satisfied(middle)
-        low, high = middle.where(good, low), high.where(good, middle)
-    return low
+    with torch.no_grad():
+        low, high = torch.zeros_like(upper), upper
+        for _ in range(steps):
+            middle = (low + high) / 2
+            good = slack(middle) > 0
+            low, high = middle.where(good, low), high.where(good, middle)
+    if not torch.is_grad_enabled():
+        return low
+    with torch.no_grad():
+        step = STEP * upper
+        slope = (slack(low + step) - slack(low - step)) / (2 * step)
+        slope = slope.where(slope < 0, -torch.inf)
+        is_upper = slack(upper) > 0
+    value = slack(low)
+    return low + torch.where(is_upper, upper - upper.detach(), (value.detach() - value) / slope)
 
 
 def with_threshold(values: Tensor, threshold: float = 0.0) -> Tensor:
@@ -130,28 +165,21 @@ class PlaneDistances(RadiusProblem):
     exact = True
 
     def __init__(self, scoring: Scoring, conditions: Conditions, sorted_by: str = "logits") -> None:
-        ahead, behind = conditions.sums(with_threshold(scoring.planes.logits, conditions.threshold))
-        super().__init__(scoring, conditions, ahead - behind)
+        super().__init__(scoring, conditions, with_threshold(scoring.planes.logits, conditions.threshold))
         self.sorted_by = sorted_by
 
     def to_token_radius(self, radius: Tensor) -> Tensor:
         return radius
 
-    def errors(self, arithmetic: Arithmetic, reach: Tensor) -> Tensor:
-        planes = self.scoring.planes
-        errors = self.scoring.plane_errors(arithmetic, reach)
+    def errors(self, arithmetic: Arithmetic, reach: Tensor | None) -> Tensor:
+        planes, errors = self.scoring.planes, self.scoring.plane_errors(arithmetic, reach)
         if self.sorted_by == "softmax":
             errors = errors + (SOFTMAX_ROUNDINGS + planes.experts) * unit(torch.float32)
         if self.sorted_by == "sigmoid":
             # Its slope is at least exp(-|l|) / 4, by which a rounding error of the gate is divided.
-            errors = errors + 64 * unit(torch.float32) * (planes.logits.abs() + reach.unsqueeze(1) * planes.slopes).exp()
+            farthest = planes.logits.abs() + (0 if reach is None else reach.unsqueeze(1) * planes.slopes)
+            errors = errors + 64 * unit(torch.float32) * farthest.exp()
         return errors
-
-    def errors_at_tokens(self, arithmetic: Arithmetic) -> Tensor:
-        # If gates are sorted, their rounding errors are added to those of the logits.
-        nowhere = torch.zeros_like(self.scoring.planes.points[:, 0])
-        in_reals = Arithmetic(torch.float64, torch.float64)
-        return self.errors(in_reals, nowhere) + self.scoring.plane_errors_at_tokens(arithmetic)
 
     def radii(self, errors: Tensor | None) -> Tensor:
         planes = self.scoring.planes
@@ -160,9 +188,7 @@ class PlaneDistances(RadiusProblem):
         if errors is not None:
             of_ahead, of_behind = self.conditions.sums(with_threshold(errors))
             gaps = gaps - of_ahead - of_behind
-        spans = planes.spans_between(ahead, behind)
-        never = (gaps > 0) | ((gaps == 0) & self.conditions.ties_hold)
-        radii = (gaps / (spans * ABOVE)).where(spans > 0, torch.where(never, torch.inf, 0.0))
+        radii = self.margins_over(planes.spans_between(ahead, behind) * ABOVE, gaps)
         if errors is not None and self.sorted_by == "softmax":
             below = planes.logits.amax(1, keepdim=True) - planes.logits
             room = (LOWEST - with_threshold(below).gather(1, ahead)) / planes.diameters.unsqueeze(1)
@@ -179,8 +205,7 @@ class ReluGates(RadiusProblem):
     """
 
     def __init__(self, scoring: Scoring, conditions: Conditions, graph: Tensor) -> None:
-        gates = scoring.values.logits.clamp_min(0) @ graph.t()
-        super().__init__(scoring, conditions, gates)
+        super().__init__(scoring, conditions, with_threshold(scoring.values.logits.clamp_min(0) @ graph.t()))
         self.linked = graph > 0  # (E,E)
 
     def radii(self, errors: Tensor | None) -> Tensor:
@@ -190,4 +215,5 @@ class ReluGates(RadiusProblem):
         above, below = (values.logits - errors) / slopes, (-values.logits - errors) / slopes
         inside = above.unsqueeze(1).where(self.linked, -torch.inf).amax(-1)
         outside = below.unsqueeze(1).where(self.linked, torch.inf).amin(-1)
-        return torch.where(self.conditions.chosen, inside, outside)
+        radii = torch.where(self.conditions.chosen, inside, outside)
+        return radii.gather(1, self.conditions.ahead.minimum(self.conditions.behind).squeeze(-1))

@@ -26,7 +26,7 @@ from holdfast.certificates.planes import RadiusProblem
 from holdfast.certificates.router_conditions import CertifiedRouter, Gate, describe_gate, describe_router
 from holdfast.certificates.voting import MajorityVote, Smoothing, certify_vote
 from holdfast.routing import Context, Router
-from holdfast.routing.bounds import ABOVE, Norm, check_norm, lengths
+from holdfast.routing.bounds import Norm, check_norm, lengths
 from holdfast.routing.declarations import NoCertificate
 
 # If no perturbation flips a token in real numbers, its radius in other arithmetic is at most this number times (norm of the
@@ -93,7 +93,7 @@ def undecided(
     """
     arithmetic = Arithmetic.of(dtype, accumulate, rounding)
     described = _describe(subject, tokens, context, "l2")
-    radii = [problem.nearest(problem.errors_at_tokens(arithmetic)).radius for _, problem in described.problems()]
+    radii = [problem.nearest(problem.errors(arithmetic, None)).radius for _, problem in described.problems()]
     radii.append(torch.zeros(0, dtype=torch.float64, device=tokens.device))  # there may be no tokens
     return ((torch.cat(radii) <= 0) & described.real.flatten()).view(tokens.shape[:-1])
 
@@ -110,22 +110,22 @@ def rounding_errors(
 ) -> Tensor:
     """Return (T,E) float64: a bound for the error of each expert's logit when scores are computed in `dtype`."""
     arithmetic = Arithmetic.of(dtype, accumulate, rounding)
-    return _describe(subject, tokens, context, "l2").scoring.value_errors_at_tokens(arithmetic)
+    return _describe(subject, tokens, context, "l2").scoring.value_errors(arithmetic, None)
 
 
 def _describe(subject: Router | Gate, tokens: Tensor, context: Context | None, norm: Norm) -> CertifiedRouter:
     """Describe the subject at `tokens (B,N,d)` or `(T,d)`; raise ValueError for wrong arguments."""
     if not isinstance(subject, Router | Gate):
-        raise ValueError(
-            f"{type(subject).__name__} is neither a Router nor a Gate; wrap any other callable in a MajorityVote."
-        )
+        name = type(subject).__name__
+        raise ValueError(f"{name} is neither a Router nor a Gate; wrap any other callable in a MajorityVote.")
     width = subject.dim if isinstance(subject, Router) else subject.weight.shape[1]
     per_token = isinstance(subject, Gate) or not subject.traits.sequence_aware
     if tokens.dim() not in ((2, 3) if per_token else (3,)) or not tokens.is_floating_point() or tokens.shape[-1] != width:
+        got = f"{tokens.dtype} of shape {tuple(tokens.shape)}"
         expected = f"(B, N, {width}) or (T, {width})" if per_token else f"(B, N, {width})"
-        raise ValueError(
-            f"tokens are {tokens.dtype} of shape {tuple(tokens.shape)}; expected a floating-point dtype and {expected}."
-        )
+        raise ValueError(f"tokens are {got}; expected a floating-point dtype and {expected}.")
+    if isinstance(subject, Router) and subject.disabled is not None:
+        raise ValueError("the router has disabled experts (holdfast.disable); certify it outside of that.")
     if isinstance(subject, Router) and subject.training:
         raise ValueError("the router is in training mode, where it updates state and may add noise; call eval() first.")
     if context is not None and isinstance(subject, Gate):
@@ -154,10 +154,8 @@ def _certify_all(subject: CertifiedRouter, shape: torch.Size, norm: Norm, arithm
             differs = declared != selected if subject.core is None else declared & ~selected
             wrong = int((differs.any(1) & (results[-1]["radius"] > 0)).sum())
             if wrong:
-                raise ValueError(
-                    f"{wrong} tokens selected other experts than the router's parts declare, beyond rounding error; "
-                    "a router with wrong declarations cannot be certified."
-                )
+                found = f"{wrong} tokens selected other experts than the router's parts declare, beyond rounding error"
+                raise ValueError(f"{found}; a router with wrong declarations cannot be certified.")
         kind = "exact" if problem.exact else "lower bound"
     if not results:  # there are no tokens
         empty = torch.zeros(0, dtype=torch.float64, device=subject.real.device)
@@ -182,14 +180,14 @@ def _certify_rows(problem: RadiusProblem, norm: Norm, arithmetic: Arithmetic | N
     """Return the tensors of `Certificates` for the tokens of `problem`, by name, and its other lower bounds."""
     token_lengths = lengths(problem.scoring.planes.points, norm)
     nearest = problem.nearest(None)
-    distance = _non_negative(problem.to_token_radius(nearest.radius)) / ABOVE
+    distance = problem.distance(nearest.radius)
     radius = distance
     constrained = problem.conditions.valid.any(1)
     if arithmetic is not None:
         # Rounding errors grow with the length of a token: those of the longest token within `reach` bound all others.
         reach = distance.where(distance < torch.inf, LARGEST_RADIUS * (token_lengths + 1))
         safe = problem.nearest(problem.errors(arithmetic, reach)).radius
-        radius = (_non_negative(problem.to_token_radius(safe)) / ABOVE).minimum(reach).where(constrained, torch.inf)
+        radius = problem.distance(safe).minimum(reach).where(constrained, torch.inf)
     which = nearest.which.view(-1, 1)
     if problem.conditions.valid.shape[1]:
         margin = problem.margins.gather(1, which).squeeze(1).where(constrained, torch.inf)
@@ -200,7 +198,3 @@ def _certify_rows(problem: RadiusProblem, norm: Norm, arithmetic: Arithmetic | N
     no_pair = torch.full_like(pair, problem.scoring.planes.experts)
     fields = radius, distance, token_lengths, margin, pair.where(constrained.unsqueeze(1), no_pair)
     return dict(zip(FIELDS, fields, strict=True)) | problem.bounds()
-
-
-def _non_negative(radius: Tensor) -> Tensor:
-    return radius.nan_to_num(nan=0.0, posinf=torch.inf).clamp_min(0)

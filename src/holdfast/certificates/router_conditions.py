@@ -1,7 +1,7 @@
 """From the declarations of a router, or from the weights of a gate, to the conditions under which tokens keep their sets."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import final
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from holdfast.certificates.gates import MixedGates, SigmoidGates, SoftmaxGates
-from holdfast.certificates.planes import AT_A_TIME, PlaneDistances, RadiusProblem, ReluGates, with_threshold
+from holdfast.certificates.planes import PlaneDistances, RadiusProblem, ReluGates, at_a_time, with_threshold
 from holdfast.certificates.score_geometry import LinearScoring, Scoring, score_geometry
 from holdfast.kernels.select import top
 from holdfast.routing import Context, Router, Scores
@@ -28,6 +28,7 @@ from holdfast.routing.declarations import (
 from holdfast.routing.rules import Rule
 
 MOST_ELEMENTS = 2**22  # of the largest tensor; more tokens are processed in several steps
+MOST_STATIC_ELEMENTS = 2**25  # the same on a GPU in training, where many small steps take long
 
 
 @final
@@ -48,9 +49,8 @@ class Gate:
         if self.weight.dim() != 2 or not self.weight.isfinite().all():
             raise ValueError(f"the weight has shape {tuple(self.weight.shape)}; expected finite numbers, (experts, width).")
         if self.bias is not None and self.bias.shape != self.weight.shape[:1]:
-            raise ValueError(
-                f"the bias has shape {tuple(self.bias.shape)}; expected one number per expert, ({len(self.weight)},)."
-            )
+            got, expected = tuple(self.bias.shape), tuple(self.weight.shape[:1])
+            raise ValueError(f"the bias has shape {got}; expected one number per expert, {expected}.")
         if not 1 <= self.k <= len(self.weight):
             raise ValueError(f"k is {self.k}; it must be between 1 and the number of experts, {len(self.weight)}.")
 
@@ -92,8 +92,8 @@ class CertifiedRouter:
 
     def problems(self) -> Iterator[tuple[slice, RadiusProblem]]:
         """Yield the conditions of all tokens, a slice of tokens at a time."""
-        tokens = len(self.scoring.planes.points)
-        step = tokens if self.mixing is not None or tokens == 0 else max(1, MOST_ELEMENTS // self._elements())
+        tokens, most = len(self.scoring.planes.points), MOST_STATIC_ELEMENTS if self.scoring.static else MOST_ELEMENTS
+        step = tokens if self.mixing is not None or tokens == 0 else max(1, most // self._elements())
         for start in range(0, tokens, max(1, step)):
             rows = slice(start, start + step)
             yield rows, self._problem(rows)
@@ -104,10 +104,9 @@ class CertifiedRouter:
         first = self._conditions_at(self.scoring.rows(slice(0, 1)))
         conditions = max(first.ahead[0].numel(), 2 * experts)
         informed = self.graph is not None or (first.compares == "gates" and self.gate.name == "softmax")
-        scaled = (experts + 1) ** 2 if self.scoring.planes.scales is not None else 0
-        return max(
-            conditions * (experts if informed else 4), AT_A_TIME * max(width, experts**2 if informed else experts), scaled
-        )
+        simple = conditions * (experts if informed else 4)
+        tight = at_a_time(self.scoring.static) * max(width, experts**2 if informed else experts)
+        return max(simple, tight, (experts + 1) ** 2 if self.scoring.planes.scales is not None else 0)
 
     def _problem(self, rows: slice) -> RadiusProblem:
         if self.mixing is not None:
@@ -133,9 +132,8 @@ class CertifiedRouter:
         logits = scoring.values.logits if scoring.has_values or self.graph is not None else scoring.planes.logits
         gates = self.gate(logits)
         if self.graph is not None:
-            return self._declared_conditions(
-                Scores.from_gates((gates @ self.graph.t()).unsqueeze(0), raw=logits.unsqueeze(0))
-            )
+            informed = (gates @ self.graph.t()).unsqueeze(0)
+            return self._declared_conditions(Scores.from_gates(informed, raw=logits.unsqueeze(0)))
         found = self._conditions_without_informers(logits, gates)
         if found.compares == "logits":  # then only the order of the logits matters
             return self._conditions_without_informers(scoring.planes.logits, gates)
@@ -164,20 +162,17 @@ class CertifiedRouter:
 
     def _require_known_shift(self, scoring: Scoring) -> None:
         if scoring.shifted:
-            raise NoCertificate(
-                f"no certificate is known for {scoring.name} here: it declares the differences of its logits, and "
-                f"{self.declared_by} reads the logits themselves"
-            )
+            reads = f"it declares the differences of its logits, and {self.declared_by} reads the logits themselves"
+            raise NoCertificate(f"no certificate is known for {scoring.name} here: {reads}")
 
     def _plane_distances(self, scoring: Scoring, conditions: Conditions) -> RadiusProblem:
         if conditions.ahead.shape[-1] > 1 or conditions.bias is not None:
             raise self._refusal("it compares sums of logits or logits with a bias")
-        if _has_threshold(conditions):
+        only_zero = conditions.threshold != 0 and not isinstance(scoring, LinearScoring)
+        if (scoring.shifted or only_zero) and _has_threshold(conditions):
             self._require_known_shift(scoring)
-            if conditions.threshold != 0 and not isinstance(scoring, LinearScoring):
-                raise self._refusal(
-                    f"it may compare the logits of {scoring.name} only with 0, not with {conditions.threshold:g}"
-                )
+            only = f"only with 0, not with {conditions.threshold:g}"
+            raise self._refusal(f"it may compare the logits of {scoring.name} {only}")
         if self.sorts_gates and self.gate.name not in ("softmax", "sigmoid"):
             raise self._refusal(f"the gate function {self.gate.name!r} has no known bound")
         return PlaneDistances(scoring, conditions, self.gate.name if self.sorts_gates else "logits")
@@ -186,7 +181,7 @@ class CertifiedRouter:
         self._require_known_shift(scoring)
         bias = conditions.bias
         same = bias is None or (bool((bias == bias[0]).all()) and float(bias[0].abs()) <= 1)
-        plain = conditions.ahead.shape[-1] == 1 and not conditions.way.any() and not _has_threshold(conditions)
+        plain = conditions.ahead.shape[-1] == 1 and conditions.way is None and not _has_threshold(conditions)
         if same and plain and self.graph is None and isinstance(scoring, LinearScoring):
             logits = scoring.planes.logits  # which have the order of their sigmoids
             return PlaneDistances(scoring, self._conditions_without_informers(logits, logits), "sigmoid")
@@ -194,9 +189,9 @@ class CertifiedRouter:
 
     def _relu_gates(self, scoring: Scoring, conditions: Conditions) -> RadiusProblem:
         self._require_known_shift(scoring)
-        experts = torch.arange(conditions.experts, device=conditions.way.device)
+        experts = torch.arange(conditions.experts, device=conditions.ahead.device)
         sides = torch.minimum(conditions.ahead, conditions.behind).squeeze(-1)
-        each = sides.shape[1:] == experts.shape and bool((sides == experts).all()) and not conditions.way.any()
+        each = sides.shape[1:] == experts.shape and bool((sides == experts).all()) and conditions.way is None
         if not each or not _has_threshold(conditions) or self._require_simple(conditions).threshold != 0:
             raise self._refusal("ReLU gates may only be compared with 0, each on its own")
         return ReluGates(scoring, conditions, self._graph_with_threshold(conditions)[:-1])
@@ -216,25 +211,36 @@ def _has_threshold(conditions: Conditions) -> bool:
 
 def describe_router(router: Router, tokens: Tensor, context: Context, norm: Norm) -> CertifiedRouter:
     """Describe a Router at tokens (B,N,d); raise NoCertificate if one of its parts does not declare what is needed."""
-    name, declared = type(router.score).__name__, router.score.declares.order
+    name = type(router.score).__name__
     if router.fixed_sets:  # they do not depend on the tokens: there is no condition, and the radius is infinite
         router(tokens, context)  # raises ValueError if the context lacks what the router reads
         scoring = score_geometry(name, Order(tokens.new_zeros(router.experts, tokens.shape[-1])), tokens, norm)
         real, by = context.real_tokens(tokens), type(router.select).__name__
         return CertifiedRouter(scoring, lambda scores: keep_always(scores.key), by, SOFTMAX, real)
-    order = None if declared is None else declared(tokens, context)
+    described = describe_parts(router, tokens, context, norm)
+    routing = router(tokens, context)
+    return replace(described, gates=None if described.mixing is None else routing.gates, chosen=routing.chosen)
+
+
+def describe_parts(router: Router, tokens: Tensor, context: Context, norm: Norm, static: bool = False) -> CertifiedRouter:
+    """Describe what the parts of a Router declare at tokens (B,N,d), without its own routing of them.
+
+    It is differentiable in tokens and weights. `static` as in `Scoring`
+    """
+    name = type(router.score).__name__
+    order = router.order(tokens, context)
     if order is None:
         raise NoCertificate(f"no certificate is known for {name}: it declares no order")
-    scoring = score_geometry(name, order, tokens, norm)
-    routing = router(tokens, context)
+    scoring = score_geometry(name, order, tokens, norm, static)
     graph, mixing = None, None
     for informer in router.informers:
         if informer.inert:
             continue
         missing, of_informer = None, informer.declares
         if informer.side == "expert":
-            graph = None if of_informer.graph is None else of_informer.graph().detach().to(tokens.device).double()
-            missing = "graph" if graph is None else "graph without negative entries" if (graph < 0).any() else None
+            graph = None if of_informer.graph is None else of_informer.graph().to(tokens.device).double()
+            is_negative = graph is not None and not static and bool((graph < 0).any())
+            missing = "graph" if graph is None else "graph without negative entries" if is_negative else None
         elif of_informer.mixing is None:
             missing = "mixing"
         else:
@@ -250,8 +256,6 @@ def describe_router(router: Router, tokens: Tensor, context: Context, norm: Norm
         context.real_tokens(tokens),
         graph,
         mixing,
-        None if mixing is None else routing.gates,
-        chosen=routing.chosen,
         core=of_select.core,
     )
 

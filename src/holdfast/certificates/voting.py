@@ -113,10 +113,8 @@ class MajorityVote:
         traits = None if self.router is None else self.router.traits
         if traits is not None and not traits.batch_invariant:
             return tokens.numel()
-        joint = self.joint
-        if joint is None:
-            joint = tokens.dim() == 3 if traits is None else traits.sequence_aware
-        if not joint:
+        by_default = tokens.dim() == 3 if traits is None else traits.sequence_aware
+        if not (by_default if self.joint is None else self.joint):
             return tokens.shape[-1]
         return tokens[0].numel() if tokens.dim() == 3 else tokens.numel()
 
@@ -132,11 +130,17 @@ def certify_vote(vote: MajorityVote, tokens: Tensor, norm: Norm = "l2") -> Certi
     from scipy.special import betaincinv
 
     check_norm(norm)
-    real = _real_tokens(vote, tokens)
+    if vote.router is not None and vote.router.training:
+        raise ValueError("the router is in training mode, where it updates state and may add noise; call eval() first.")
+    got = f"tokens are {tokens.dtype} of shape {tuple(tokens.shape)}"
+    if tokens.dim() not in (2, 3) or not tokens.is_floating_point():
+        raise ValueError(f"{got}; expected floating point, (B, N, d) or (T, d).")
     smoothing, lead = vote.smoothing, tokens.shape[:-1]
-    chosen = majority(
-        torch.stack([pack_sets(routing.chosen) for routing in vote.draws(tokens, smoothing.selection, skip=1)])
-    )
+    real = (vote.context or Context()).real_tokens(tokens if tokens.dim() == 3 else tokens.unsqueeze(0)).view(lead)
+    if not tokens[real].isfinite().all():
+        raise ValueError(f"{got} and contain NaN or infinite numbers, so they cannot be certified.")
+    votes = [pack_sets(routing.chosen) for routing in vote.draws(tokens, smoothing.selection, skip=1)]
+    chosen = majority(torch.stack(votes))
     hits = torch.zeros(len(chosen), dtype=torch.int64, device=tokens.device)
     experts, keys = 0, torch.zeros((), device=tokens.device)
     for routing in vote.draws(tokens, smoothing.samples):
@@ -164,20 +168,6 @@ def certify_vote(vote: MajorityVote, tokens: Tensor, norm: Norm = "l2") -> Certi
         about=f"the majority vote of the router under Gaussian noise of standard deviation {smoothing.sigma:g}",
         confidence=1 - smoothing.alpha,
     )
-
-
-def _real_tokens(vote: MajorityVote, tokens: Tensor) -> Tensor:
-    """Return which tokens are real, (...) bool; raise ValueError if they cannot be certified."""
-    if vote.router is not None and vote.router.training:
-        raise ValueError("the router is in training mode, where it updates state and may add noise; call eval() first.")
-    got = f"tokens are {tokens.dtype} of shape {tuple(tokens.shape)}"
-    if tokens.dim() not in (2, 3) or not tokens.is_floating_point():
-        raise ValueError(f"{got}; expected floating point, (B, N, d) or (T, d).")
-    real = (vote.context or Context()).real_tokens(tokens if tokens.dim() == 3 else tokens.unsqueeze(0))
-    real = real.view(tokens.shape[:-1])
-    if not tokens[real].isfinite().all():
-        raise ValueError(f"{got} and contain NaN or infinite numbers, so they cannot be certified.")
-    return real
 
 
 def pack_sets(chosen: Tensor) -> Tensor:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
 from holdfast.cli.common import TestedModel, forwards, require_free, show, write_out
+from holdfast.files import no_such_path
 
 
 @dataclass(frozen=True)
@@ -17,14 +18,21 @@ class Attack(TestedModel):
 
     words, generic, typos: change a share of the words of a text, except stop words (--rate): swap them for other words of
     the model's vocabulary, swap them for the papers' AAA (for many models the unknown word, which is easy to predict), or
-    misspell them. fgsm, pgd, spsa: change pixels between 0 and 1, in the l_inf norm (--budget); with several budgets, the
-    result is a curve. corruptions: apply all common corruptions that need no files, at severities from 1 to 5 (--budget).
-    routes: find the smallest perturbations of
-    router inputs that flip tokens, by layer (--budget, as a multiple of each router input's norm). Attacks of plugins and of
-    installed packages have their own names.
+    misspell them. synonyms, guided-typos: the same share, but the words and their replacements that raise the loss of the
+    model most: words that are near in the model's embeddings or in a table, or typos. fgsm, pgd, spsa: change pixels between
+    0 and 1, in the l_inf norm (--budget). adaptive: follow the routes beside the loss; universal: one perturbation for all
+    images. corruptions: apply all fifteen common corruptions, at severities from 1 to 5 (--budget).
+    routes: find the smallest perturbations of router inputs that flip tokens, by layer (--budget, as a multiple of each
+    router input's norm). In the same way, universal-routes looks for one perturbation that flips as many tokens as possible,
+    expert pushes all tokens to one expert (--expert), overload gives one expert as many tokens as possible, and imbalance
+    makes the loads as uneven as possible. Attacks of plugins and of installed packages have their own names.
+
+    Several rates or budgets make a curve.
 
     Examples: `holdfast attack comparison/cells/smoe-seed0 words --rate 0.1`,
-    `holdfast attack comparison/cells/smoe-seed0 routes --budget 0.05`,
+    `holdfast attack comparison/cells/smoe-seed0 synonyms --rate 0.1 --synonyms table.tsv`,
+    `holdfast attack comparison/cells/smoe-seed0 routes --budget 0.01 0.03 0.1 --page curve.html`,
+    `holdfast attack comparison/cells/smoe-seed0 overload --budget 0.1 --on embeddings`,
     `holdfast attack runs/vmoe pgd --budget 0.03 --steps 40`,
     `holdfast attack runs/vmoe pgd,fgsm,spsa --budget 0.5/255 1/255 2/255 --page curve.html`
     """
@@ -32,48 +40,64 @@ class Attack(TestedModel):
     model: Positional[str]
     """A folder that `holdfast train` or `compare` wrote, or any Hugging Face folder or name."""
     kind: Annotated[Positional[str], arg(metavar="ATTACK")]
-    """The attack to run: words, generic, typos, fgsm, pgd, spsa, corruptions, routes, or one of a plugin. Attacks on pixels
-    can be joined by commas."""
-    rate: float | None = None
+    """The attack to run: words, generic, typos, synonyms, guided-typos, fgsm, pgd, spsa, adaptive, universal, corruptions,
+    routes, universal-routes, expert, overload, imbalance, or one of a plugin. Attacks on pixels can be joined by commas."""
+    rate: tuple[float, ...] = ()
     """For attacks on text: the probability that a word changes, if it is no stop word. The realised share is printed."""
+    synonyms: Path | None = None
+    """synonyms: take the replacements of words from this file, and not from the model's embeddings: a JSON object from words
+    to lists of words, or lines of a word and its synonyms, separated by tabs."""
+    encoder: Path | None = None
+    """synonyms: a folder with a sentence encoder; replacements must keep the cosine of a text and its original at 0.8."""
     budget: tuple[str, ...] = ()
-    """The largest perturbation, 0.03 or 1/255; for attacks on pixels and for corruptions, several are possible. There is no
-    default, because a result without its budget has no meaning."""
+    """The largest perturbation, 0.03 or 1/255. There is no default, because a result without its budget has no meaning."""
+    expert: int | None = None
+    """expert: the number of the expert that tokens are pushed to, from 0 on."""
+    on: Literal["inputs", "embeddings"] = "inputs"
+    """For attacks on routers: perturb the inputs of each router, or the embeddings of a text's tokens."""
     steps: int = 20
     """Number of steps of an iterative attack."""
     step: str | None = None
-    """pgd, spsa: the size of a step, 0.01 or 0.5/255; by default 2.5 budget / steps."""
+    """pgd, spsa, adaptive, universal: the size of a step, 0.01 or 0.5/255; by default 2.5 budget / steps."""
     restarts: int | None = None
-    """pgd: how many times to start, each time at another random point; by default once."""
+    """pgd, adaptive, universal: how many times to start, each time at another random point; by default once."""
     random_start: bool | None = None
     """pgd: start at a random point of the allowed ball, which is the default, or at the clean image."""
     samples: int | None = None
     """spsa: pairs of probes in a step; by default 64."""
     examples: int = 512
-    """How many images to attack; for routes, how many tokens."""
+    """How many images to attack; for attacks on routers of texts, how many tokens."""
     seed: int = 0
     """Seed of all random numbers."""
     page: Path | None = None
-    """For attacks on pixels: write an HTML page with the curves of the error against the budget."""
+    """Write an HTML page with the curves against the rate or the budget."""
 
     def run(self) -> None:
         from holdfast.train import attack_images, attack_routers
+        from holdfast.train.route_attacks import ROUTE_ATTACKS
+        from holdfast.train.task import table_of_rates
         from holdfast.train.training import quiet
         from holdfast.version import versions
 
-        self.plugins.load()
         kinds = [name.strip() for name in self.kind.split(",")]
-        budgets, options = self._budgets(kinds), self._options(kinds)
+        budgets = self._budgets(kinds)
+        options = self._options(kinds, budgets)
         for path in (self.out, self.page):
             require_free(path, self.force)
+        for path in (self.synonyms, self.encoder):
+            if path is not None and not path.exists():
+                raise ValueError(no_such_path(path))
         quiet()
         model, task = self.test_data.load(self.model, self.loading)
         with forwards(model, f"attacking {self.model}", None):
             how: dict[str, Any] = {"steps": self.steps, "seed": self.seed}
-            if self.rate is not None:
-                found = task.attack_words(model, self.kind, rate=self.rate, seed=self.seed)
-            elif self.kind == "routes":
-                found = attack_routers(model, task, budget=budgets[0], tokens=self.examples, **how)
+            if self.rate:
+                files = {"synonyms": self.synonyms, "encoder": self.encoder}
+                rates = sorted(set(self.rate))
+                tables = [task.attack_words(model, self.kind, rate=rate, seed=self.seed, **files) for rate in rates]
+                found = table_of_rates(self.kind, rates, tables)
+            elif self.kind in ROUTE_ATTACKS:
+                found = attack_routers(model, task, self.kind, budget=budgets, tokens=self.examples, **how, **options)
             else:
                 found = attack_images(model, task, kinds, budget=budgets, examples=self.examples, **how, **options)
         from holdfast.report.attack_page import attack_table, render_attack
@@ -94,31 +118,39 @@ class Attack(TestedModel):
         from holdfast.checked import read_number
 
         takes = ["budget" if kind in TABLES else find_attack(kind).budget for kind in kinds]
-        if len(kinds) > 1 and ("rate" in takes or "routes" in kinds):
+        if len(kinds) > 1 and ("rate" in takes or {*kinds} & TABLES.keys() - {"corruptions"}):
             raise ValueError(f"{', '.join(kinds)} cannot be run together; only attacks on pixels can.")
-        given = {"rate": self.rate is not None, "budget": bool(self.budget)}
+        given = {"rate": bool(self.rate), "budget": bool(self.budget)}
         wanted, other = ("rate", "budget") if takes[0] == "rate" else ("budget", "rate")
         if given[other]:
             raise ValueError(f"{self.kind} takes --{wanted}, not --{other}.")
         if not given[wanted]:
             raise ValueError(f"{self.kind} needs --{wanted}: a result without it has no meaning.")
-        if "routes" in kinds and len(self.budget) > 1:
-            raise ValueError("routes takes one --budget.")
         return [read_number(budget) for budget in self.budget]
 
-    def _options(self, kinds: list[str]) -> dict[str, Any]:
-        """Return the further options of attacks on pixels. Raise ValueError if the attacks do not have them."""
+    def _options(self, kinds: list[str], budgets: list[float]) -> dict[str, Any]:
+        """Return the further options of attacks with a budget. Raise ValueError if the attacks do not have them."""
+        from holdfast.attacks.registry import TABLES
         from holdfast.checked import read_number
         from holdfast.train.image_attacks import check_images_attacks
 
         step = None if self.step is None else read_number(self.step)
         given = {"step": step, "restarts": self.restarts, "random_start": self.random_start, "samples": self.samples}
-        options = {name: value for name, value in given.items() if value is not None}
-        if self.rate is not None or kinds == ["routes"]:
-            if options or self.page is not None:
-                raise ValueError(f"{next(iter(options), 'page')} is for attacks on pixels, and {self.kind} is none.")
+        options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        read = {"synonyms": self.synonyms, "encoder": self.encoder}
+        if wrong := [name for name, path in read.items() if path is not None and not self.rate]:
+            raise ValueError(f"{wrong[0]} is for attacks on text, and {self.kind} is none.")
+        on_routers = kinds[0] in TABLES.keys() - {"corruptions"}
+        if (self.expert is not None) != (kinds == ["expert"]):
+            raise ValueError("--expert is for the attack expert, which needs it: the number of the expert.")
+        if self.on != "inputs" and not on_routers:
+            raise ValueError(f"on is for attacks on routers, and {self.kind} is none.")
+        if self.rate or on_routers:
+            if options:
+                raise ValueError(f"{next(iter(options))} is for attacks on pixels, and {self.kind} is none.")
+            options = {"on": self.on, **({} if self.expert is None else {"expert": self.expert})} if on_routers else {}
         else:
-            check_images_attacks(kinds, self._budgets(kinds), options)
+            check_images_attacks(kinds, budgets, options)
             if self.page is not None and kinds == ["corruptions"]:
                 raise ValueError("corruptions have no curve; write their numbers with --out.")
         return options

@@ -40,16 +40,13 @@ class Certify(MeasuredData):
         from holdfast.certificates import Smoothing
         from holdfast.version import versions
 
-        self.plugins.load()
         require_free(self.out, self.force)
         noise = {"samples": self.samples, "alpha": self.alpha, "seed": self.seed}
         smoothing = None if self.sigma is None else Smoothing(sigma=self.sigma, **noise)  # type: ignore[arg-type]
         model, material = self.read_model(self.model)
         names = ("norm", "rounding", "batch", "length", "tokens")
         given: dict[str, Any] = {"smoothing": smoothing, **{name: getattr(self, name) for name in names}}
-        with self.progress(material, self.model) as progress:
-            given |= {"tokenizer": material.tokenizer, "name": self.model, "progress": progress}
-            found = certify_model(model, material, **given)
+        found = certify_model(model, material, tokenizer=material.tokenizer, name=self.model, **given)
         summary = found.summary()
         print_certificates(summary)
         write_out(self.out, {**summary, "data": material.source, "versions": versions()})

@@ -12,71 +12,34 @@ import logging
 import os
 import sys
 import tempfile
-import time
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import filelock
 from tyro.conf import UseAppendAction, arg
 
+from holdfast.files import no_such_path
+from holdfast.progress import bar
+
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from holdfast.auditing.reports import Report
+    from holdfast.auditing.reports import AtRisk, Jump, Report
     from holdfast.report.tables import Table
     from holdfast.train import Task
     from holdfast.train.saved_model import AuditData
 
 
-LONGEST_MESSAGE = 2000  # characters
 NO_EDGE = 10_000  # columns of a pipe or a file
 LONGEST = 24  # characters of a number: longer words with a digit may be wrapped
 
 
-class Tell(Protocol):
-    """Called with the amount of finished work, the phase (what is being done), and how far the phase is."""
-
-    def __call__(self, done: float, phase: str, detail: str = "") -> None: ...
-
-
-def one_line(problem: BaseException | str) -> str:
-    """Return an error's message as one printable line: it may quote a file, with line ends and control characters."""
-    text = " ".join(str(problem).split())
-    shown = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
-    return shown if len(shown) <= LONGEST_MESSAGE else f"{shown[:LONGEST_MESSAGE]} ..."
-
-
-@contextmanager
-def bar(total: float | None, *, leave: bool = True) -> Iterator[Tell]:
-    """Show a progress bar, with the remaining time if `total` is known.
-
-    Where no terminal shows it, print one line to stderr as each phase starts, so that a log tells what a command does.
-    """
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    console, started = Console(stderr=not leave), set[str]()
-    if not console.is_terminal:
-
-        def print_phase(done: float, phase: str, detail: str = "") -> None:
-            if phase not in started:
-                started.add(phase)
-                print(f"{time.strftime('%H:%M:%S')} {one_line(phase)}", file=sys.stderr, flush=True)
-
-        yield print_phase
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=not leave) as bars:
-        task = bars.add_task("", total=total)
-
-        def update(done: float, phase: str, detail: str = "") -> None:
-            bars.update(task, completed=done, description=f"{phase}, {detail}" if detail else phase)
-
-        yield update
+class ConditionHolds(Exception):
+    """A condition of `audit --fail-if` is true: not a user's mistake, so it has an exit code of its own."""
 
 
 class _ToStderr(logging.Handler):
@@ -185,9 +148,17 @@ def require_folder(folder: Path) -> None:
                     return
             except OSError as problem:
                 why = problem.strerror or problem
-                raise ValueError(f"{place} cannot be written to ({why}); choose another place with --out.") from None
+                raise ValueError(f"{place} cannot be written to ({why}); choose another place.") from None
         if place.is_symlink() or place.exists():
             raise ValueError(f"{place} is not a folder to write into.")
+
+
+def require_report(place: Path) -> None:
+    """Raise ValueError unless `place` is a folder or a JSON file."""
+    if place.suffix in (".html", ".htm"):
+        raise ValueError(f"{place} is a page; name its folder, or the JSON file that it was made from.")
+    if not place.exists():
+        raise ValueError(no_such_path(place))
 
 
 def router_names(written: str | None) -> list[str]:
@@ -227,11 +198,7 @@ class Loading:
         import torch
 
         where = self.device_map or ("cuda" if torch.cuda.is_available() else None)
-        given = {
-            "device_map": where,
-            "dtype": self.dtype,
-            "offload_folder": None if self.offload is None else str(self.offload),
-        }
+        given = {"device_map": where, "dtype": self.dtype, "offload_folder": self.offload and str(self.offload)}
         return {name: value for name, value in given.items() if value is not None}
 
 
@@ -247,12 +214,15 @@ class TestData:
     """For folders of images that are named by WordNet id, if the model's classes have names: ImageNet's folder of class
     folders, LOC_synset_mapping.txt or imagenet_class_index.json."""
 
+    @property
+    def where(self) -> dict[str, Any]:
+        return {"source": self.source, "data": self.data, "class_index": self.class_index}
+
     def load(self, model: str, loading: Loading) -> tuple[Any, Task]:
         """Return the saved model, and the task with the data to evaluate it on."""
         from holdfast.train.saved_model import load_model_and_task
 
-        where: dict[str, Any] = {"source": self.source, "data": self.data, "class_index": self.class_index}
-        return load_model_and_task(model, length=self.length, loading=loading.options(), **where)
+        return load_model_and_task(model, length=self.length, loading=loading.options(), **self.where)
 
 
 @dataclass(frozen=True)
@@ -260,12 +230,6 @@ class PluginFiles:
     plugin: UseAppendAction[tuple[Path, ...]] = ()
     """A Python file that registers routers, datasets, attacks or metrics of yours; the file is executed. You may repeat this
     option."""
-
-    def load(self) -> None:
-        from holdfast.plugins import load_plugin
-
-        for path in self.plugin:
-            load_plugin(path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,12 +280,6 @@ class MeasuredText:
             require_positions(loaded, self.length)
         return loaded, material
 
-    @contextmanager
-    def progress(self, material: AuditData, name: str) -> Iterator[Callable[[float, str], None]]:
-        """Show a bar; yield a function of the number of finished tokens and what is being done."""
-        with bar(self.tokens if material.tokenizer is not None else None, leave=False) as tell:
-            yield lambda done, what: tell(done, f"{name}: {what}")
-
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredData(MeasuredText):
@@ -335,6 +293,12 @@ class MeasuredData(MeasuredText):
         return super().read_model(model, class_index=self.class_index, **where)
 
 
+def token_row(entry: AtRisk | Jump, layer: int, numbers: Mapping[str, str]) -> dict[str, object]:
+    """Return the row of a token, with the experts that change places; texts are as Python writes them: any may occur."""
+    text = {"token": repr(entry.text), "in": repr(entry.context), "layer": layer}
+    return {**text, **numbers, "from": entry.leaves, "to": entry.enters}
+
+
 def free_files(folder: Path | None, *names: str, force: bool) -> list[Path]:
     """Return the files to write into the folder of --out, locked for this command; none if there is no folder."""
     files = [] if folder is None else [folder / name for name in names]
@@ -344,7 +308,9 @@ def free_files(folder: Path | None, *names: str, force: bool) -> list[Path]:
 
 
 def write_report_files(report: Report, files: list[Path], write_page: Callable[..., Path]) -> None:
-    """Write a report and its page to the first two files, if there are any."""
+    """Write a report and its page to the first two files, if there are any. Raise KeyboardInterrupt if it is interrupted."""
     if files:
         print(f"All numbers: {report.save(files[0])}")
         print(f"Report: {write_page(report, files[1], force=True)}")
+    if report.status == "interrupted":
+        raise KeyboardInterrupt

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import arg
 
-from holdfast.cli.common import PluginFiles, bar, require_folder, require_place, show, show_messages
-from holdfast.comparing import PAGE, RECIPE, ROUTERS, choose, run_comparison, start_from, sweep_settings
+from holdfast.cli.common import PluginFiles, require_folder, require_place, show, show_messages
+from holdfast.comparing import PAGE, RECIPE, ROUTERS, choose, run_comparison, with_progress
 from holdfast.locking import take_over
 
 if TYPE_CHECKING:
-    from holdfast.train import Cell, Comparison
     from holdfast.train.results import Results
 
 
@@ -36,7 +37,8 @@ class Compare:
     """The name of a shipped recipe, or the path of a .yaml file."""
     routers: str = ROUTERS
     """Router names, joined by commas; the first is the baseline, unless the folder already has one. A plus sign joins
-    names, brackets contain options, layers follow @: smoe,symphony+smooth,similarity[causal=false],ac@1,3."""
+    names, brackets contain options, layers follow @: smoe,symphony+smooth,similarity[causal=false],ac@1,3. Braces contain
+    training settings of one router: "smoe,smoe{method=pgd,budget=0.01}"."""
     paper: str | None = None
     """The experiment of a paper, as `holdfast papers` lists them: acmoe:table1-switch. It has its own recipe and routers;
     table and page show its published figures beside ours."""
@@ -63,24 +65,25 @@ class Compare:
     --paper or --from."""
     jobs: int = 1
     """How many models to train at the same time; several use one GPU better."""
+    ledger: Path | None = None
+    """A folder that gets a small file with the result of each cell, to be kept and merged with those of other machines."""
     take_over: bool = False
     """Write into the folder although a process of another host has left its note there; make sure that it has ended."""
     plugins: Annotated[PluginFiles, arg(name="")] = field(default_factory=PluginFiles)
 
     def run(self) -> None:
         from holdfast.report.comparison_page import verdict
+        from holdfast.train.cells import parse_sweep
         from holdfast.train.recipe import parse_pairs, parse_routers
-        from holdfast.train.sweep import parse_sweep
         from holdfast.train.training import quiet
 
-        self.plugins.load()
         changes = parse_pairs(self.set, "training.steps=50")
         changes |= {} if self.steps is None else {"training.steps": self.steps}
-        changes |= start_from(self.start)
-        how: dict[str, Any] = {"paper": self.paper, "rehearse": self.rehearse}
+        how: dict[str, Any] = {"paper": self.paper, "rehearse": self.rehearse, "start": self.start}
+        how["sweep"] = parse_sweep(self.sweep)
         chosen = choose(self.recipe, parse_routers(self.routers), self.seeds, changes, **how)
-        settings = sweep_settings(chosen.recipe, changes, parse_sweep(self.sweep))
-        require_folder(self.out)
+        for folder in filter(None, (self.out, self.ledger)):
+            require_folder(folder)
         for name in ("results.json", PAGE):
             require_place(self.out / name)
         if self.take_over:
@@ -88,32 +91,12 @@ class Compare:
         quiet()
         show_messages()
 
-        def run(comparison: Comparison) -> list[dict[str, Any]]:
-            return _with_progress(comparison, self.jobs)
-
-        how = {"data": self.data, "match_compute": self.match_compute, "settings": settings, "paper": chosen.paper}
-        results = run_comparison(chosen.recipe, chosen.routers, chosen.seeds, self.out, run=run, **how)
+        how = {"data": self.data, "match_compute": self.match_compute, "ledger": self.ledger}
+        how["command"] = shlex.join(["holdfast", *sys.argv[1:]])
+        results = run_comparison(chosen, self.out, run=lambda comparison: with_progress(comparison, self.jobs), **how)
         print_tables(results)
         print("\n" + "\n".join(verdict(results)))
         print(f"\nAll numbers: {self.out / 'results.json'}\nReport: {self.out / PAGE}")
-
-
-def _with_progress(comparison: Comparison, jobs: int) -> list[dict[str, Any]]:
-    steps = {cell.name: comparison.steps_of(cell) for cell in comparison.cells}
-    done = dict.fromkeys(steps, 0)
-    trained: set[str] = set()  # cells that this command trains
-    with bar(sum(steps.values())) as tell:
-
-        def note(cell: Cell, finished: int) -> None:
-            done[cell.name], total = finished, steps[cell.name]
-            if finished < total:
-                trained.add(cell.name)
-            phase = "train" if finished < total else "evaluate and attack" if cell.name in trained else "finished before"
-            tell(sum(done.values()), f"{cell.label}, seed {cell.seed}: {phase}", f"step {finished} of {total}")
-
-        results = comparison.run(note, jobs=jobs)
-        tell(sum(done.values()), f"{comparison.folder}: write results and report")
-        return results
 
 
 def print_tables(results: Results) -> None:
@@ -121,7 +104,7 @@ def print_tables(results: Results) -> None:
     from holdfast.report.comparison_tables import accuracy_table, domain_table, main_table, metrics_table, shifts_table
 
     if results.paper is not None:
-        from holdfast.report.published import published_table
+        from holdfast.report.comparison_tables import published_table
 
         show(published_table(results.paper.published, results))
     counts = sorted({len(row.seeds) for row in results.rows})  # routers that were added later may have fewer

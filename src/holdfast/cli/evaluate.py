@@ -34,7 +34,6 @@ class Evaluate(TestedModel):
         from holdfast.train.training import quiet
         from holdfast.version import versions
 
-        self.plugins.load()
         require_free(self.out, self.force)
         quiet()
         ChosenMetrics(self.metrics)  # raises if a name is unknown
@@ -45,15 +44,12 @@ class Evaluate(TestedModel):
         task.recipe = replace(task.recipe, metrics=list(dict.fromkeys([*task.recipe.metrics, *self.metrics])))
         with forwards(model, f"scoring {self.model}", task.inputs_to_score()):
             found = without_nan(task.score(model))
-        others = found["clean"].get("other_tests", {})
-        print_scores(
-            self.model, {"clean": found["clean"], **others, "attacked": found["attacked"], **found.get("trials", {})}, task
-        )
+        scores = {"clean": found["clean"], **found["clean"].get("other_tests", {})}
+        print_scores(self.model, {**scores, "attacked": found["attacked"], **found.get("trials", {})}, task)
         print_certainty(found, task.measure)
         print_routing(found["clean"].get("routing"))
         described = {**task.describe(), "measure": asdict(task.measure), "metrics": task.other_metrics}
-        stored = {"model": self.model, **described, "versions": versions(), **found}
-        write_out(self.out, stored)
+        write_out(self.out, {"model": self.model, **described, "versions": versions(), **found})
 
     def _run_shifts(self) -> None:
         from holdfast.stored import without_nan
@@ -62,9 +58,7 @@ class Evaluate(TestedModel):
 
         if self.metrics:
             raise ValueError("--metrics are not computed on shifted test sets; leave out --metrics, or --shift.")
-        where: dict[str, Any] = {"source": self.test_data.source, "data": self.test_data.data}
-        options = self.loading.options()
-        loaded = load_with_shifts(self.model, self.shift, **where, class_index=self.test_data.class_index, loading=options)
+        loaded = load_with_shifts(self.model, self.shift, **self.test_data.where, loading=self.loading.options())
         for one in loaded.found:
             if one is not None:
                 print(one.about)

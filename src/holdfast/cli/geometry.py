@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tyro.conf import Positional
 
-from holdfast.cli.common import MeasuredData, free_files, show, write_report_files
+from holdfast.cli.common import MeasuredData, free_files, show, token_row, write_report_files
 
 if TYPE_CHECKING:
     from holdfast.auditing import GeometryReport
@@ -32,6 +32,9 @@ class Geometry(MeasuredData):
     """A folder that `holdfast train` or `compare` wrote, or any Hugging Face folder or name."""
     noise: float = 0.05
     """Noise that a random walk has added at time 1, as a share of each token's norm."""
+    drift: float = 0.0
+    """How far a random walk has moved straight towards the nearest boundary at time 1, besides the noise, as a share of each
+    token's norm."""
     walks: int = 4
     """Random walks of each token."""
     walking: int = 512
@@ -47,23 +50,20 @@ class Geometry(MeasuredData):
     def run(self) -> None:
         from holdfast.report import write_geometry
 
-        self.plugins.load()
         files = free_files(self.out, "geometry.json", "geometry.html", force=self.force)
         report = self._measure()
         print_geometry(report)
         write_report_files(report, files, write_geometry)
-        if report.status == "interrupted":
-            raise KeyboardInterrupt
 
     def _measure(self) -> GeometryReport:
         from holdfast.auditing import GeometrySettings, measure_geometry
         from holdfast.auditing.run import is_rerouted
         from holdfast.checked import from_mapping
         from holdfast.hub.layers import moe_layers
-        from holdfast.routing.layer_names import resolve_layers
+        from holdfast.routing.presets import resolve_layers
 
         other = None if self.what_if == NO_ROUTER else self.what_if or DEFAULT_ROUTER
-        names = ("noise", "walks", "walking", "pictures", "seed", "batch", "length", "tokens")
+        names = ("noise", "drift", "walks", "walking", "pictures", "seed", "batch", "length", "tokens")
         settings: dict[str, Any] = {name: getattr(self, name) for name in names}
         from_mapping(GeometrySettings, settings)  # a mistake must not cost the time to load a model
         if other is not None:
@@ -72,16 +72,15 @@ class Geometry(MeasuredData):
         if self.what_if is None and is_rerouted(moe_layers(model)):
             print(f"{self.model} is rerouted, so it is not compared with {other}.")
             other = None
-        with self.progress(material, self.model) as progress:
-            given = {**settings, "tokenizer": material.tokenizer, "name": self.model, "progress": progress}
-            report = measure_geometry(model, material, what_if=other, **given)
+        given = {**settings, "tokenizer": material.tokenizer, "name": self.model}
+        report = measure_geometry(model, material, what_if=other, **given)
         return replace(report, data=replace(report.data, source=material.source))
 
 
 def print_geometry(report: GeometryReport) -> None:
     """Print the main numbers of each layer, why layers were refused, the largest jumps and the what-if."""
     from holdfast.report.geometry_page import layers_table, what_if_table
-    from holdfast.report.page_shell import number, percent
+    from holdfast.report.page_shell import number, short_share
     from holdfast.report.tables import Table
 
     if report.layers:
@@ -89,20 +88,11 @@ def print_geometry(report: GeometryReport) -> None:
         show(layers_table(report).without("tokens", "extra experts, law"))
     jumps = [(layer.layer, jump) for layer in report.layers for jump in layer.jumps.largest if jump.text is not None]
     jumps.sort(key=lambda each: -(each[1].size or 0))
-    other = {} if report.what_if is None else {f"with {report.what_if.router}": "size_with_what_if"}
-    rows = [  # texts as Python writes strings: they may contain anything
-        {
-            "token": repr(jump.text),
-            "in": repr(jump.context),
-            "layer": layer,
-            "jump": percent(jump.size),
-            **{column: percent(getattr(jump, name)) for column, name in other.items()},
-            "distance": number(jump.distance),
-            "from": jump.leaves,
-            "to": jump.enters,
-        }
-        for layer, jump in jumps[:SHOWN_JUMPS]
-    ]
+    rows = []
+    for place, jump in jumps[:SHOWN_JUMPS]:
+        other = {} if report.what_if is None else {f"with {report.what_if.router}": short_share(jump.size_with_what_if)}
+        numbers = {"jump": short_share(jump.size), **other, "distance": number(jump.distance)}
+        rows.append(token_row(jump, place, numbers))
     if rows:
         show(Table.of("Largest jumps", rows))
     for layer in report.refused:

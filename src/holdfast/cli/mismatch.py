@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tyro.conf import Positional
 
-from holdfast.cli.common import MeasuredText, Tell, bar, free_files, show, write_report_files
+from holdfast.cli.common import MeasuredText, free_files, show, write_report_files
 
 if TYPE_CHECKING:
     from holdfast.mismatch import MismatchReport, Rollout
     from holdfast.replaying import Routes
 
-PASSES = {"recorded": 2, "simulated": 8}  # forwards over all sequences, with and without simulated rollouts
 SHOWN_LAYERS = 12
 
 
@@ -59,18 +56,15 @@ class Mismatch(MeasuredText):
     def run(self) -> None:
         from holdfast.report import write_mismatch
 
-        self.plugins.load()
         names = ["mismatch.json", "mismatch.html", *(["rollout.safetensors"] if self.routes is None else [])]
         files = free_files(self.out, *names, force=self.force)
         rollouts: list[Rollout] = []
         report = self._measure(rollouts)
         print_mismatch(report)
-        write_report_files(report, files, write_mismatch)
         for kept, rollout in zip(files[2:], rollouts, strict=False):
             rollout.save(kept)
             print(f"Simulated rollout: {kept}")
-        if report.status == "interrupted":
-            raise KeyboardInterrupt
+        write_report_files(report, files, write_mismatch)
 
     def _measure(self, rollouts: list[Rollout]) -> MismatchReport:
         from holdfast.mismatch import measure_mismatch
@@ -88,18 +82,8 @@ class Mismatch(MeasuredText):
         if isinstance(record, Rollout) and self.source is not None:
             raise ValueError(f"{self.routes} has the token ids of its rollout; leave --text out.")
         model, given, tokenizer, source = self._model_and_data(record)
-        passes = PASSES["simulated"] * self.simulate + (PASSES["recorded"] - self.simulate) * (record is not None)
-        total = int(given.lengths.sum()) if isinstance(given, Rollout) else self.tokens
-        with ExitStack() as stack:
-            bars: list[Tell] = []
-
-            def progress(done: int, what: str) -> None:
-                if not bars:  # opened late, because a closed bar leaves an empty line before an error message
-                    bars.append(stack.enter_context(bar(passes * total, leave=False)))
-                bars[0](done, f"{self.model}: {what}")
-
-            measured = partial(measure_mismatch, model, given, tokenizer=tokenizer, name=self.model, **settings)
-            report = measured(progress=progress, on_rollout=rollouts.append)
+        settings |= {"tokenizer": tokenizer, "name": self.model, "on_rollout": rollouts.append}
+        report = measure_mismatch(model, given, **settings)
         file = None if self.routes is None else str(self.routes)
         return replace(report, data=replace(report.data, source=source, file=file))
 
@@ -137,7 +121,7 @@ class Mismatch(MeasuredText):
 def print_mismatch(report: MismatchReport) -> None:
     """Print the remedies side by side, the layers, and why rows are missing."""
     from holdfast.auditing.geometry_run import spread
-    from holdfast.report.mismatch_page import changes_table, remedies_table, summary
+    from holdfast.report.mismatch_page import changes_table, remedies_table, summary, verdict
     from holdfast.report.page_shell import percent
     from holdfast.report.tables import Table
 
@@ -158,6 +142,6 @@ def print_mismatch(report: MismatchReport) -> None:
     if report.data.logprobs is False:
         print("The file has no log-probabilities: only its sets of experts were compared.")
     if report.rows:
-        print(" ".join(summary(report)))
+        print(" ".join([*summary(report), verdict(report)]))
     if report.status == "interrupted":
         print("Interrupted: these are the finished rows.")

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from tyro.conf import Positional
 
-from holdfast.cli.common import bar, show
+from holdfast.cli.common import show
+from holdfast.progress import bar
 
 if TYPE_CHECKING:
     from holdfast.train.papers import Preset
@@ -38,7 +39,9 @@ class Papers:
         from holdfast.report.tables import Table
         from holdfast.train.papers.cost import RATE, gpu_hours
         from holdfast.train.recipe import load_recipe
+        from holdfast.train.training import quiet
 
+        quiet()
         rows = []
         with bar(len(chosen)) as tell:
             for number, (name, preset) in enumerate(chosen.items()):
@@ -46,30 +49,32 @@ class Papers:
                 row = {"name": name, "tables": ", ".join(preset.covers), "what it compares": preset.title}
                 if preset.recipe is not None:
                     row["data"] = load_recipe(preset.recipe, preset.set).data.source
-                    row["cells"] = str(len(preset.routers) * preset.seeds)
-                    hours = gpu_hours(preset)
+                    row["cells"] = str(preset.cells)
+                    hours = gpu_hours(name)
                     row["GPU hours"] = "" if hours is None else f"{hours:.2g}" if hours < 100 else f"{hours:,.0f}"
                 rows.append(row)
         note = (
-            f"A cell is a router with one seed. GPU hours: the FLOPs of `holdfast plan` for all cells, at {RATE / 1e12:.0f} "
-            "TFLOP/s; empty where they cannot be counted."
+            f"A cell is a trained model. GPU hours: the FLOPs of `holdfast plan` for all cells, at {RATE / 1e12:.0f} "
+            "TFLOP/s; empty where nothing is trained. `holdfast papers NAME` prints one: its recipe, published figures and "
+            "deviations."
         )
         show(Table.of("Experiments of the papers", rows, note))
 
     def _print_one(self, name: str, preset: Preset) -> None:
         import yaml
 
-        from holdfast.report.published import published_table
+        from holdfast.report.comparison_tables import published_table
         from holdfast.train.recipe import load_recipe
 
         print(f"{name}: {preset.title} ({', '.join(preset.covers)})\n")
         if preset.recipe is None:
-            print(f"Run: {preset.command}\n")
+            print(f"Run: {preset.command}\n" if preset.command else "It cannot be run here.\n")
         else:
             option = "" if preset.start is None else f" --from FOLDER-OF-{name.partition(':')[0]}:{preset.start}"
             print(f"Run: holdfast compare --paper {name}{option} --out FOLDER; a rehearsal of minutes: add --rehearse\n")
             seeds = f"{preset.seeds} seed{'s' if preset.seeds > 1 else ''}"
-            print(f"Routers, {seeds}: " + ",".join(preset.routers) + "\n")
+            swept = "".join(f", {key} {', '.join(map(str, values))}" for key, values in preset.sweep.items())
+            print(f"Routers, {seeds}{swept}: " + ",".join(preset.routers) + "\n")
             start = {} if preset.start is None else {"model.checkpoint": f"each router's cell of {preset.start}"}
             recipe = load_recipe(preset.recipe, {**preset.set, **start}).describe()
             del recipe["about"]  # of the recipe without the changes

@@ -155,7 +155,6 @@ class Plan:
         from holdfast.train.recipe import parse_pairs
         from holdfast.train.training import quiet
 
-        self.plugins.load()
         quiet()
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs each attempt to reach the hub
         if self.tokens is not None and not 0 < self.tokens < math.inf:
@@ -165,12 +164,9 @@ class Plan:
         done = plan(
             self.model,
             router_names(self.routers),
-            experts=self.experts,
-            k=self.k,
             layers=[int(step) for step in steps] if are_numbers else self.layers,
-            hidden=self.hidden,
-            shared=self.shared,
             sizes=parse_pairs(self.set, "num_hidden_layers=48"),
+            **{name: getattr(self, name) for name in ("experts", "k", "hidden", "shared")},
             workload=Workload(self.sequence, self.batch, self.gpus, self.dtype, self.checkpointing, self.gpu_memory),
         )
         if self.json:

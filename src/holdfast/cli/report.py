@@ -1,44 +1,57 @@
-"""`holdfast report`: render the page of a comparison, an audit, a geometry or a mismatch report again, from its JSON."""
+"""`holdfast report`: render pages of stored reports again, put several on one page, or export their numbers."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from tyro.conf import Positional
 
-from holdfast.cli.common import require_folder
+from holdfast.cli.common import require_folder, require_free
 
 
 @dataclass(frozen=True)
 class Report:
     """Render the HTML report of a finished comparison, audit, geometry or mismatch report: one file that works
-    offline.
+    offline. Several comparisons and audits are put on one page. Or save the numbers as CSV or LaTeX and the main pictures
+    as SVG.
 
-    Examples: `holdfast report comparison`, `holdfast report runs/smooth --out smooth.html --force`,
-    `holdfast report geometry/geometry.json --out again.html`
+    Examples: `holdfast report comparison`, `holdfast report comparison --csv --latex --svg`,
+    `holdfast report runs/a runs/b audits/olmoe --out together.html`,
+    `holdfast report runs/smooth --out smooth.html --force`, `holdfast report geometry/geometry.json --out again.html`
     """
 
-    folder: Positional[Path]
-    """A folder to which `holdfast compare`, audit, geometry or mismatch wrote, or the JSON file in it."""
+    folders: Positional[tuple[Path, ...]]
+    """A folder to which `holdfast compare`, audit, geometry or mismatch wrote, or the JSON file in it; or several folders of
+    comparisons and audits."""
     out: Path | None = None
     """The file to write; by default report.html, audit.html, geometry.html or mismatch.html beside the stored file."""
+    csv: bool = False
+    """Save every number of the page, in the schema of docs/exporting.md; not the page itself. The file has the name of the
+    page, with the ending .csv."""
+    latex: bool = False
+    """Save the tables of the page as LaTeX, with the ending .tex; not the page itself."""
+    svg: bool = False
+    """Save the pictures with named rows, such as the differences to the baseline, as SVG; not the page itself."""
     force: bool = False
-    """Overwrite the file if it exists."""
+    """Overwrite the files if they exist."""
 
     def run(self) -> None:
-        from holdfast.report import write_audit, write_geometry, write_mismatch, write_report
-        from holdfast.report.page_shell import AUDIT, GEOMETRY, MISMATCH
-        from holdfast.train.results import Results
+        from holdfast.files import write_atomically
+        from holdfast.report.page_shell import write_page
+        from holdfast.report.stored_pages import exports, find_stored, page_name, read_page
 
-        kinds: dict[str, tuple[Callable[..., Path], str]] = {
-            Results.file_name: (write_report, "report.html"),
-            AUDIT: (write_audit, "audit.html"),
-            GEOMETRY: (write_geometry, "geometry.html"),
-            MISMATCH: (write_mismatch, "mismatch.html"),
-        }
-        files = [self.folder] if self.folder.name in kinds else [self.folder / name for name in kinds]
-        stored = next((file for file in files if file.exists()), files[0])
-        write, name = kinds[stored.name]
-        page = self.out or stored.with_name(name)
-        require_folder(page.parent)
-        print(f"Report: {write(stored, page, force=self.force)}")
+        if not self.folders:
+            raise ValueError("name the folder of a comparison, an audit, a geometry or a mismatch report.")
+        stored = [find_stored(folder) for folder in self.folders]
+        if len(stored) > 1 and self.out is None:
+            raise ValueError("several folders make one page; name its file with --out.")
+        target = self.out or page_name(stored[0]).with_suffix(".html")
+        require_folder(target.parent)
+        if not (self.csv or self.latex or self.svg):
+            print(f"Report: {write_page(target, lambda: read_page(*stored).html(), force=self.force)}")
+            return
+        files = exports(read_page(*stored), target.with_suffix(""), csv=self.csv, latex=self.latex, svg=self.svg)
+        for file in files:
+            require_free(file, self.force)
+        for file, content in files.items():
+            write_atomically(file, content)
+            print(f"Saved: {file}")

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import arg
 
-from holdfast.cli.common import PluginFiles, bar, router_names, show
+from holdfast.cli.common import PluginFiles, router_names, show
+from holdfast.progress import bar
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,7 +56,6 @@ class Routers:
         from holdfast.routing.presets import REGISTRY
         from holdfast.routing.registry import FAMILIES
 
-        self.plugins.load()
         names = router_names(self.routers)
         if not self.route:
             wanted = [preset for name in names for preset in REGISTRY.parse(name)] or list(REGISTRY)

@@ -46,7 +46,6 @@ class Run:
                 raise ValueError(f"command {self.program!r} not found; for a Python module: holdfast run -- python -m NAME.")
             line = [program, *self.arguments]
         path = os.pathsep.join([str(STARTED), *filter(None, [os.environ.get("PYTHONPATH")])])
-        self.plugins.load()  # a mistake in a file is one sentence here, before the program starts
         files = os.pathsep.join(str(file.absolute()) for file in self.plugins.plugin)
         environment = {**os.environ, "PYTHONPATH": path, **({PLUGIN_FILES: files} if files else {})}
         sys.stdout.flush()
@@ -57,11 +56,11 @@ class Run:
 
 
 def program_of(arguments: list[str]) -> Run | None:
-    """Return the program of a command line `run ...`, its arguments unparsed; None if the line asks for help.
+    """Return the program that follows `holdfast run`, its arguments unparsed; None if the line asks for help.
 
     `--plugin FILE` may stand before the program.
     """
-    rest, files = arguments[1:], list[Path]()
+    rest, files = list(arguments), list[Path]()
     while rest and rest[0].partition("=")[0] == "--plugin":
         _, sign, value = rest.pop(0).partition("=")
         if not sign and rest:

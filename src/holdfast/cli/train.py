@@ -10,9 +10,10 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from holdfast.cli.common import PluginFiles, bar, require_folder, show_messages
+from holdfast.cli.common import PluginFiles, require_folder, show_messages
 from holdfast.errors import unknown_name
 from holdfast.locking import take_over
+from holdfast.progress import bar
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,8 @@ class Train:
     recipe: Positional[str]
     """The name of a shipped recipe, or the path of a .yaml file."""
     router: str = "smoe"
-    """A router name; a plus sign joins names, brackets contain options, layers follow @: smoe[k=3]@even|ac@odd."""
+    """A router name; a plus sign joins names, brackets contain options, layers follow @: smoe[k=3]@even|ac@odd. Braces
+    contain training settings: "smooth{method=pgd,budget=0.01}"."""
     out: Path = Path("trained")
     """The folder for all results."""
     seed: int = 0
@@ -52,7 +54,6 @@ class Train:
         from holdfast.train.trainer_loop import TRAINER_LOGGERS, is_first_rank, own_process_group, processes
         from holdfast.train.training import SingleRun, quiet
 
-        self.plugins.load()
         for name in self.log:
             if name not in TRAINER_LOGGERS:
                 raise ValueError(unknown_name("logger", name, TRAINER_LOGGERS))

@@ -59,7 +59,7 @@ def register_dataset(name: str, *, task: str, about: str) -> Callable[[Function]
     def add(load: Function) -> Function:
         if not takes(load, 1):
             raise ValueError(f"dataset {name!r}: its function must take one argument, the folder of --data or None.")
-        DATASETS.add(Dataset(name, about, task, load))
+        DATASETS.register(Dataset(name, about, task, load))
         return load
 
     return add

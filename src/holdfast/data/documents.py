@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any, final
 
 from holdfast.data.files import checksum
-from holdfast.errors import unknown_name
+from holdfast.errors import require_known
 
 SPLITS = ("train", "valid", "test")
 HELD_OUT = 0.1  # share of a text in each of valid and test
@@ -77,8 +77,7 @@ class Corpus:
     streamed: bool = False
 
     def documents(self, split: str) -> Iterable[Document]:
-        if split not in self.splits:
-            raise ValueError(unknown_name("split", split, self.splits))
+        require_known("split", split, self.splits)
         return self.splits[split]
 
     @cached_property

@@ -7,7 +7,6 @@ and the step. So every router of a comparison, a resumed run and each of several
 
 import hashlib
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import Any, final
 
@@ -72,8 +71,7 @@ class Draws:
         """Return an array of random bytes."""
         count = math.prod(shape)
         states = np.arange(-(-count // 8), dtype=np.uint64) * np.uint64(_STEP) + np.uint64(self.bits())
-        found: npt.NDArray[np.uint8] = _output(states).astype("<u8").view(np.uint8)[:count].reshape(shape)
-        return found
+        return _output(states).astype("<u8").view(np.uint8)[:count].reshape(shape)
 
 
 @final
@@ -108,23 +106,8 @@ def shuffled(count: int, *, seed: int, epoch: int) -> Tensor:
     return torch.from_numpy(np.argsort(keys, kind="stable"))
 
 
-class ExampleOrder(ABC):
-    """The examples in the batch of every step (abstract)."""
-
-    count: int  # all examples
-    size: int  # of a batch
-
-    def numbers(self, step: int) -> Tensor:
-        """Return (size,) int64: the examples of a step."""
-        return self.at(range(step * self.size, (step + 1) * self.size))
-
-    @abstractmethod
-    def at(self, places: Iterable[int]) -> Tensor:
-        """Return the examples at these places of the endless sequence; the first example of the first step has place 0."""
-
-
 @final
-class Order(ExampleOrder):
+class Order:
     """The examples, out of `count`, in the batch of every step. Each epoch has every example once.
 
     A batch may begin in one epoch and end in the next, so that all batches have the same size.
@@ -135,6 +118,7 @@ class Order(ExampleOrder):
         self._epochs: dict[int, Tensor] = {}
 
     def at(self, places: Iterable[int]) -> Tensor:
+        """Return the examples at these places of the endless sequence; the first example of the first step has place 0."""
         place = torch.tensor(list(places), dtype=torch.int64)
         epoch = place // self.count
         found = torch.empty_like(place)
@@ -147,7 +131,7 @@ class Order(ExampleOrder):
 
 
 @final
-class DomainOrder(ExampleOrder):
+class DomainOrder:
     """The examples in the batch of every step, as `Order`, with as many of each domain.
 
     The training images are those of all domains, one domain after the other. Place p of the endless sequence is an image of
@@ -167,6 +151,9 @@ class DomainOrder(ExampleOrder):
             there = place % len(self.orders) == domain
             found[there] = start + order.at((place[there] // len(self.orders)).tolist())
         return found
+
+
+ExampleOrder = Order | DomainOrder
 
 
 def domain_seed(what: str, domain: str, seed: int) -> int:

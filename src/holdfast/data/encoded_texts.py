@@ -31,13 +31,8 @@ class Batch:
     """The inputs of a model and its target at each place: the next token, already shifted."""
 
     inputs: Tensor  # (B,L) int64
-    targets: Tensor  # (B,L) int64
+    labels: Tensor  # (B,L) int64, for cross entropy: `shift_labels` in Hugging Face, where `labels` are not yet shifted
     mask: Tensor  # (B,L) bool, False for padding
-
-    @property
-    def labels(self) -> Tensor:
-        """The targets for cross entropy, `shift_labels` in Hugging Face (where `labels` are not yet shifted)."""
-        return self.targets.masked_fill(~self.mask, IGNORED)
 
 
 @final
@@ -71,8 +66,7 @@ class Blocks:
         place = chosen[:, None] * self.length + torch.arange(self.length + 1)
         mask = place[:, 1:] <= self.scored
         found = self.tokens[place.clamp_max(self.scored)].long()
-        inputs, targets = (part.masked_fill(~mask, 0) for part in (found[:, :-1], found[:, 1:]))
-        return Batch(inputs, targets, mask)
+        return Batch(found[:, :-1].masked_fill(~mask, 0), found[:, 1:].masked_fill(~mask, IGNORED), mask)
 
     def batches(self, size: int) -> Iterator[Batch]:
         """Yield all blocks in order, for an evaluation; the last batch may be smaller."""
@@ -105,10 +99,7 @@ class EncodedTexts:
         columns = torch.arange(int(lengths.max()) if width is None else width, device="cpu")
         mask = columns < lengths.unsqueeze(1)
         places = torch.where(mask, (self.ends[chosen] - lengths).unsqueeze(1) + columns, 0)
-        found = {
-            "input_ids": torch.where(mask, self.tokens[places].long(), self.pad),
-            "attention_mask": mask.long(),
-        }
+        found = {"input_ids": torch.where(mask, self.tokens[places].long(), self.pad), "attention_mask": mask.long()}
         if self.types is not None:
             found["token_type_ids"] = torch.where(mask, self.types[places].long(), 0)
         return found

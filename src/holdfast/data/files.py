@@ -94,8 +94,8 @@ def find_file(folder: Path, names: Iterable[str]) -> Path | None:
 
 def find_splits(folder: Path, *endings: str) -> dict[str, Path]:
     """Return the file of each split in a folder: `train.csv`, for example. Splits without a file are left out."""
-    names = {split: [name + end for name in names for end in endings] for split, names in SPLIT_NAMES.items()}
-    return {split: path for split, wanted in names.items() if (path := find_file(folder, wanted))}
+    wanted = ((split, [name + end for name in names for end in endings]) for split, names in SPLIT_NAMES.items())
+    return {split: path for split, names in wanted if (path := find_file(folder, names))}
 
 
 def source_folders(folder: Path, names: Iterable[str]) -> list[Path]:
@@ -171,18 +171,22 @@ def is_table(path: Path) -> bool:
     return unpacked_name(path).lower().endswith((*SEPARATED, *JSON_LINES, ".json"))
 
 
-def read_table(path: Path, header: Sequence[str] | None = None) -> Table:
-    """Return the table in a .csv, .tsv or .jsonl file; `header` has the names of its columns if the file does not."""
+def read_table(path: Path, header: Sequence[str] | None = None, *, skip_broken: bool = False) -> Table:
+    """Return the table in a .csv, .tsv or .jsonl file.
+
+    header          the names of the columns of a .csv or .tsv file that does not have them
+    skip_broken     leave out the rows of a .csv or .tsv file that have another number of fields, or an empty field
+    """
     name = unpacked_name(path).lower()
     if name.endswith(SEPARATED):
-        return _separated_table(path, header)
+        return _separated_table(path, header, skip_broken)
     if not name.endswith(JSON_LINES):
         raise ValueError(f"{path} is not a table; tables are .csv, .tsv and .jsonl files (one JSON object in each line).")
     rows = list(_json_objects(path))
     return Table(str(path), list(dict.fromkeys(key for _, row in rows for key in row)), rows)
 
 
-def _separated_table(path: Path, header: Sequence[str] | None) -> Table:
+def _separated_table(path: Path, header: Sequence[str] | None, skip_broken: bool) -> Table:
     data = read_text(path).decode()
     content = io.StringIO(data, newline="")
     if unpacked_name(path).lower().endswith(".tsv"):  # as GLUE's: quotes are part of the text
@@ -195,6 +199,8 @@ def _separated_table(path: Path, header: Sequence[str] | None) -> Table:
         columns = [name.strip() for name in (next(lines) if header is None else header)]
         rows = []
         for row in filter(None, lines):  # without blank lines
+            if skip_broken and (len(row) != len(columns) or not all(map(str.strip, row))):
+                continue
             if len(row) != len(columns):
                 expected = "the header has" if header is None else "expected"
                 raise ValueError(f"{path}, line {lines.line_num}: {len(row)} fields, but {expected} {len(columns)}.")

@@ -3,7 +3,8 @@
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, final
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
 # The formats that are decoded, whatever the name of a file. Formats for which Pillow starts other programs are excluded.
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "TIFF", "WEBP")
 ENDINGS = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp"}
-ORIENTATION = 0x0112  # a tag of EXIF data, from 1, upright, to 8
-TURNS = ("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90")
-UPRIGHT = dict(enumerate(TURNS, 2))  # from an orientation to what turns the image upright, a method of Pillow
 LARGEST_ON_DEVICE = 4096 * MIB  # bytes of all images of a split, to be kept on a GPU
 LARGEST_IN_MEMORY = 2048 * MIB  # bytes of all images of a set, to be kept after they were decoded
 
@@ -86,15 +84,18 @@ class Images(ABC):
         return None
 
     def crops(self, numbers: Iterable[int] | Tensor, choose: ChooseBox) -> Tensor:
-        """Return (B,C,H,W) uint8: the box of each image that `choose` returns, scaled to the size of the images."""
-        found = as_bytes(self.pixels(numbers))
+        """Return (B,C,H,W) uint8: the box of each whole image that `choose` returns, scaled to the size of the images."""
         _, height, width = self.shape
-        for place, image in enumerate(found):
-            left, top, across, down = choose(place, width, height)
-            part = image[None, :, top : top + down, left : left + across].float()
-            scaled = torch.nn.functional.interpolate(part, (height, width), mode="bilinear", antialias=True)
-            found[place] = scaled[0].round().clamp(0, 255).to(torch.uint8)
-        return found
+        found = []
+        for place, image in enumerate(self.whole(numbers)):
+            left, top, across, down = choose(place, *image.size)
+            box = (left, top, left + across, top + down)
+            found.append(from_picture(image.resize((width, height), _pillow().Resampling.BILINEAR, box=box)))
+        return torch.stack(found)
+
+    def whole(self, numbers: Iterable[int] | Tensor) -> Iterator["Image"]:
+        """Yield images of Pillow; on disk they may be larger than what `pixels` returns."""
+        return map(as_picture, as_bytes(self.pixels(numbers)))
 
 
 @final
@@ -178,15 +179,8 @@ class FileImages(Images):
             self.decoded[path] = pixels
         return pixels
 
-    def crops(self, numbers: Iterable[int] | Tensor, choose: ChooseBox) -> Tensor:
-        """Return boxes of the whole images on disk, which may be larger than what `pixels` returns."""
-        size, found = self.shape[1], []
-        for place, number in enumerate(as_index(numbers).tolist()):
-            image = read_image(self.paths[number], str(self.paths[number]))
-            left, top, across, down = choose(place, *image.size)
-            box = (left, top, left + across, top + down)
-            found.append(np.array(image.resize((size, size), _pillow().Resampling.BILINEAR, box=box), dtype=np.uint8))
-        return torch.from_numpy(np.stack(found)).permute(0, 3, 1, 2).contiguous()
+    def whole(self, numbers: Iterable[int] | Tensor) -> Iterator["Image"]:
+        return (read_image(self.paths[number], str(self.paths[number])) for number in as_index(numbers).tolist())
 
     def sides(self, numbers: Iterable[int]) -> list[int]:
         """Return the shorter side of these images on disk; only their headers are read."""
@@ -198,17 +192,34 @@ def as_bytes(pixels: Tensor) -> Tensor:
     return (255 * pixels).round().clamp(0, 255).to(torch.uint8)
 
 
+def as_picture(image: Tensor) -> "Image":
+    """Return (C,H,W) uint8, in colour or grey, as an image of Pillow."""
+    return _pillow().fromarray(image.permute(1, 2, 0).squeeze(2).numpy())  # type: ignore[no-any-return]
+
+
+def from_picture(picture: "Image") -> Tensor:
+    """Return (C,H,W) uint8: the values of an image of Pillow."""
+    values = torch.from_numpy(np.array(picture))
+    return values.view(picture.height, picture.width, -1).permute(2, 0, 1)
+
+
 def read_image(file: Path | IO[bytes], name: str, *, decode: bool = True) -> "Image":
     """Return an image in colour and upright; without `decode`, only its header is read. `name` is the file's in errors."""
     pillow = _pillow()
+    from PIL import ImageOps
+
     try:
         with pillow.open(file, formats=FORMATS) as opened:
-            image: Image = _upright(_as_bytes_per_channel(opened).convert("RGB"), opened) if decode else opened
+            if not decode:
+                return opened  # type: ignore[no-any-return]
+            opened.load()
+            with suppress(Exception):  # Pillow does not document what damaged EXIF data raise
+                ImageOps.exif_transpose(opened, in_place=True)
+            return _as_bytes_per_channel(opened).convert("RGB")
     except FileNotFoundError as error:
         raise ValueError(f"{name} does not exist.") from error
     except (OSError, SyntaxError, ValueError, pillow.DecompressionBombError) as error:  # what Pillow's decoders raise
         raise ValueError(f"{name} is not an image that can be read: {error}.") from error
-    return image
 
 
 def _as_bytes_per_channel(image: "Image") -> "Image":
@@ -228,15 +239,6 @@ def _as_bytes_per_channel(image: "Image") -> "Image":
     else:
         return image
     return _pillow().fromarray(values.round().astype(np.uint8))  # type: ignore[no-any-return]
-
-
-def _upright(image: "Image", opened: "Image") -> "Image":
-    """Return the image as the EXIF orientation of its file says; damaged EXIF data have none."""
-    try:
-        turn = UPRIGHT.get(opened.getexif().get(ORIENTATION))
-    except Exception:  # Pillow does not document what damaged EXIF data raise
-        turn = None
-    return image if turn is None else image.transpose(_pillow().Transpose[turn])
 
 
 def decode(path: Path, size: int, prepare: Prepare | None = None) -> "np.typing.NDArray[np.uint8]":

@@ -17,7 +17,7 @@ import tarfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -37,7 +37,7 @@ from holdfast.data.images import (
     memory_for,
     read_image,
 )
-from holdfast.errors import require_extra, unknown_name
+from holdfast.errors import require_extra, require_known
 from holdfast.files import MIB, require_regular
 
 SIZE = 224  # pixels per side, as usual for ImageNet
@@ -63,10 +63,10 @@ class ImageSet:
     classes: tuple[str, ...]
     splits: Mapping[str, Images]
     checksum: str
+    outputs: tuple[int, ...] | None = None  # a model's output of each class; None: they are in order
 
     def images(self, split: str) -> Images:
-        if split not in self.splits:
-            raise ValueError(unknown_name("split", split, self.splits))
+        require_known("split", split, self.splits)
         return self.splits[split]
 
     def describe(self) -> dict[str, Any]:
@@ -86,10 +86,8 @@ def image_set(name: str | Path, *, folder: str | Path | None = None, size: int |
     given. The default size of the images of a folder is 224.
     """
     path = Path(name)
-    found = (
-        find_dataset(name, "images", installed=not path.is_dir()) if isinstance(name, str) and os.sep not in name else None
-    )
-    if found:
+    is_name = isinstance(name, str) and os.sep not in name
+    if is_name and (found := find_dataset(str(name), "images", installed=not path.is_dir())):
         loaded = _as_image_set(found, found.load(None if folder is None else Path(folder)))
         own = max(loaded.images("train").shape[1:])
         if size not in (None, own):
@@ -99,7 +97,7 @@ def image_set(name: str | Path, *, folder: str | Path | None = None, size: int |
         return loaded
     if path.is_dir():
         return folder_set(path, size)
-    if isinstance(name, Path) or os.sep in name or path.exists():
+    if not is_name or path.exists():
         raise ValueError(f"{path} is not a folder; {LAYOUT}.")
     raise ValueError(f"there is no folder {name}; {DATASETS.unknown(name, image_sets())}")
 
@@ -246,32 +244,20 @@ def _from_folder(place: Path, paths: Iterable[Path]) -> Iterator[tuple[str, byte
 
 
 def _from_archive(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield the files of an archive, which is read once from start to end; nothing is written to the disk."""
+    """Yield the files of an archive; nothing is written to the disk."""
     with open_unpacked(path) as file:
-        try:
-            with tarfile.open(fileobj=_Limited(file, path), mode="r|") as archive:  # type: ignore[call-overload]
-                for number, member in enumerate(archive):
-                    if number >= MOST_FILES or member.size > LARGEST_FILE:
-                        raise ValueError(f"{path} has more or larger files than CIFAR-10; it is not read.")
-                    content = archive.extractfile(member) if member.isreg() else None
-                    if content is not None:
-                        yield member.name, content.read()
-        except tarfile.TarError as problem:
-            raise ValueError(f"{path} is not a complete tar archive: {problem}.") from problem
-
-
-class _Limited:
-    """A file that raises ValueError once more than MOST_UNPACKED bytes have been read from it."""
-
-    def __init__(self, file: IO[bytes], path: Path) -> None:
-        self.file, self.path, self.left = file, path, MOST_UNPACKED
-
-    def read(self, size: int) -> bytes:
-        data = self.file.read(size)
-        self.left -= len(data)
-        if self.left < 0:
-            raise ValueError(f"{self.path} unpacks to more than {MOST_UNPACKED // MIB:,} MiB; it is not read.")
-        return data
+        data = file.read(MOST_UNPACKED + 1)
+    if len(data) > MOST_UNPACKED:
+        raise ValueError(f"{path} unpacks to more than {MOST_UNPACKED // MIB:,} MiB; it is not read.")
+    try:
+        with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
+            for number, member in enumerate(archive):
+                if number >= MOST_FILES or member.size > LARGEST_FILE:
+                    raise ValueError(f"{path} has more or larger files than CIFAR-10; it is not read.")
+                if content := archive.extractfile(member) if member.isreg() else None:
+                    yield member.name, content.read()
+    except tarfile.TarError as problem:
+        raise ValueError(f"{path} is not a complete tar archive: {problem}.") from problem
 
 
 def _cifar10(place: Path, files: Iterable[tuple[str, bytes]]) -> ImageSet:

@@ -30,7 +30,6 @@ train file has a few broken rows, which are skipped, as in GLUE's own code.
 import math
 import os
 import platform
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -54,8 +53,8 @@ from holdfast.data.files import (
     source_folders,
     unpacked_name,
 )
-from holdfast.data.text_sources import LABEL_COLUMNS, python_topics, without_repeated_paragraphs
-from holdfast.errors import unknown_name
+from holdfast.data.text_sources import BLANK, LABEL_COLUMNS, python_topics, without_repeated_paragraphs
+from holdfast.errors import require_known
 
 # If no column is named, the first of these that the table has is read, with its partner if it has that too.
 TEXT_COLUMNS = {
@@ -124,8 +123,7 @@ class TextSet:
         return [split for split in self.splits if split not in SPLITS]
 
     def texts(self, split: str) -> Sequence[LabelledText]:
-        if split not in self.splits:
-            raise ValueError(unknown_name("split", split, self.splits))
+        require_known("split", split, self.splits)
         return self.splits[split]
 
     def describe(self) -> dict[str, Any]:
@@ -350,7 +348,6 @@ EMBEDDED = "python-topics"
 EMBEDDED_ABOUT = "paragraphs of Python's language reference, by topic; embedded"
 EMBEDDED_TOPICS = ("compound", "debugger", "formatstrings", "specialnames", "string-methods", "types")
 LEAST_WORDS, MOST_WORDS = 6, 60  # of a paragraph of the embedded set
-_BLANK = re.compile(r"\n\s*\n")
 
 
 @final
@@ -367,25 +364,24 @@ class Glue:
     regression: bool = False
     skips_broken_rows: bool = False
 
-    def find(self, folder: Path) -> Rows | None:
-        """Return the rows of the task's files in a folder; None if they are not there."""
-        names = [os.path.join(around, self.folder) for around in GLUE_PLACES] + [self.folder.lower()]
-        for place in source_folders(folder, names):
-            if train := find_file(place, ["train.tsv"]):
-                rows = {"train": self._read(train)}
-                for split, name in self.tests:
-                    path = find_file(place, [name])
-                    if path is None:
-                        raise ValueError(
-                            f"{place} has train.tsv but no {name}, whose labels are published: test.tsv has none."
-                        )
-                    rows[split] = self._read(path)
-                return rows
-        return None
+    def find(self, folder: Path) -> Rows:
+        """Return the rows of the task's files in a folder; empty if they are not there."""
+        around = [os.path.join(place, self.folder) for place in GLUE_PLACES] + [self.folder.lower()]
+        names = {"train": "train.tsv", **dict(self.tests)}
+        paths = _find_all(source_folders(folder, around), names, ", whose labels are published: test.tsv has none")
+        tables = {split: read_table(path, self.header, skip_broken=self.skips_broken_rows) for split, path in paths.items()}
+        return {split: read_rows(table, self.columns) for split, table in tables.items()}
 
-    def _read(self, path: Path) -> list[Row]:
-        table = _without_broken_rows(path) if self.skips_broken_rows else read_table(path, self.header)
-        return read_rows(table, self.columns)
+
+def _find_all(places: Iterable[Path], names: Mapping[str, str], why: str = "") -> dict[str, Path]:
+    """Return the files of these names, by split, in the first place that has that of train; raise ValueError for a gap."""
+    for place in places:
+        paths = {split: path for split, name in names.items() if (path := find_file(place, [name]))}
+        if "train" in paths:
+            if missing := next((split for split in names if split not in paths), None):
+                raise ValueError(f"{place} has {names['train']} but no {names[missing]}{why}.")
+            return paths
+    return {}
 
 
 _SINGLE, _PAIR = Columns("sentence", None, "label"), Columns("sentence1", "sentence2", "label")
@@ -409,40 +405,25 @@ GLUE = {
 GLUE_PLACES = ("", "glue", "GLUE", "glue_data")  # folders around the folders of tasks
 
 
-def _without_broken_rows(path: Path) -> Table:
-    """Return a TSV without the rows that have other numbers of fields, or empty fields: QQP has a few of both."""
-    lines = read_text(path).decode().replace("\r\n", "\n").split("\n")
-    columns = lines[0].split("\t")
-    fields = ((number, line.split("\t")) for number, line in enumerate(lines[1:], 2))
-    rows = [(number, dict(zip(columns, row, strict=True))) for number, row in fields if len(row) == len(columns)]
-    return Table(str(path), columns, [(number, row) for number, row in rows if all(cell.strip() for cell in row.values())])
+def _treebank_rows(kind: str, folder: Path) -> Rows:
+    places = (*source_folders(folder, ("sst", "SST", "sst2", "sst5", "stanford-sentiment")), folder)
+    names = {split: f"stsa.{kind}.{'dev' if split == 'valid' else split}" for split in SPLITS}
+    rows: Rows = {}
+    for split, path in _find_all(places, names).items():
+        for number, line in enumerate(read_text(path).decode().removesuffix("\n").split("\n"), 1):
+            label, _, sentence = line.partition(" ")
+            if not label.isdecimal() or not sentence.strip():
+                raise ValueError(f"{path}, line {number}: this is not a number, a space and a sentence.")
+            rows.setdefault(split, []).append(Row(number, sentence.strip(), None, label))
+    return rows
 
 
-def _treebank_rows(kind: str, folder: Path) -> Rows | None:
-    for place in (*source_folders(folder, ("sst", "SST", "sst2", "sst5", "stanford-sentiment")), folder):
-        names = {split: f"stsa.{kind}.{'dev' if split == 'valid' else split}" for split in SPLITS}
-        paths = {split: path for split, name in names.items() if (path := find_file(place, [name]))}
-        if "train" in paths:
-            if missing := next((split for split in SPLITS if split not in paths), None):
-                raise ValueError(f"{place} has {names['train']} but no {names[missing]}.")
-            rows: Rows = {split: [] for split in paths}
-            for split, path in paths.items():
-                for number, line in enumerate(read_text(path).decode().removesuffix("\n").split("\n"), 1):
-                    label, _, sentence = line.partition(" ")
-                    if not label.isdecimal() or not sentence.strip():
-                        raise ValueError(f"{path}, line {number}: this is not a number, a space and a sentence.")
-                    rows[split].append(Row(number, sentence.strip(), None, label))
-            return rows
-    return None
-
-
-def _banking_rows(folder: Path) -> Rows | None:
+def _banking_rows(folder: Path) -> Rows:
     for place in source_folders(folder, ("banking77",)):
         paths = find_splits(place, *SEPARATED, *JSON_LINES)
         if "train" in paths:
-            columns = Columns("text", None, "category")
-            return {split: read_rows(read_table(path), columns) for split, path in paths.items()}
-    return None
+            return {split: read_rows(read_table(path), Columns("text", None, "category")) for split, path in paths.items()}
+    return {}
 
 
 def _topic_rows(_: Path | None) -> LabelledRows:
@@ -450,20 +431,20 @@ def _topic_rows(_: Path | None) -> LabelledRows:
     topics = dict(without_repeated_paragraphs(python_topics().items()))
     if missing := next((topic for topic in EMBEDDED_TOPICS if topic not in topics), None):
         raise ValueError(f"this Python's language reference has no topic {missing}, so {EMBEDDED} is not available.")
-    paragraphs = ((topic, part.split()) for topic in EMBEDDED_TOPICS for part in _BLANK.split(topics[topic]))
+    paragraphs = ((topic, part.split()) for topic in EMBEDDED_TOPICS for part in BLANK.split(topics[topic]))
     long = [(topic, " ".join(words[:MOST_WORDS])) for topic, words in paragraphs if len(words) >= LEAST_WORDS]
     rows = [Row(number, text, None, topic) for number, (topic, text) in enumerate(long, 1)]
     return LabelledRows({"train": rows}, f"{EMBEDDED_ABOUT}; Python {platform.python_version()}")
 
 
 def _add_known(
-    name: str, about: str, how: str, find: Callable[[Path], Rows | None], metric: str = "accuracy", regression: bool = False
+    name: str, about: str, how: str, find: Callable[[Path], Rows], metric: str = "accuracy", regression: bool = False
 ) -> None:
-    """Register a known set. `find` returns its rows from a folder, or None if they are not there: `how` says what to do."""
+    """Register a known set. `find` returns its rows from a folder, none if they are not there: `how` says what to do."""
 
     def load(folder: Path | None) -> LabelledRows:
-        rows = None if folder is None else find(folder)
-        if rows is None:
+        rows = {} if folder is None else find(folder)
+        if not rows:
             raise ValueError(f"{name} is not in {folder or 'any folder given'}: {how} there (--data FOLDER).")
         return LabelledRows(rows, about, metric, regression)
 
@@ -533,7 +514,7 @@ def text_set(
         if not path.exists() and (written := file_and_columns(str(name))) is not None:
             path, columns = written
         if name == "" or not path.exists():
-            if isinstance(name, Path) or os.sep in name or is_table(path):
+            if not is_name or is_table(path):
                 raise ValueError(f"{path} does not exist; labelled texts are a folder, or a .csv, .tsv or .jsonl file.")
             raise ValueError(f"there is no file or folder {name}; {DATASETS.unknown(str(name), text_sets())}")
         rows, set_name, place = _from_path(path, columns, test_only=test_only), unpacked_name(path.resolve()), str(path)

@@ -324,15 +324,6 @@ def _some(names: Sequence[str]) -> str:
     return f"{shown} and {len(names) - 3:,} more" if len(names) > 3 else shown
 
 
-@final
-@dataclass(frozen=True)
-class UnsplitImages:
-    """All images of a folder as a test split, and the model's output of each of the folder's classes."""
-
-    image_set: ImageSet
-    outputs: tuple[int, ...]
-
-
 def unsplit_images(
     folder: Path,
     classes: Sequence[str],
@@ -340,8 +331,8 @@ def unsplit_images(
     size: int | None = None,
     prepare: Prepare | None = None,
     index: ClassIndex | None = None,
-) -> UnsplitImages:
-    """Return the images of `folder/CLASS/`, or of its test split, for a model that was trained on other images.
+) -> ImageSet:
+    """Return all images of `folder/CLASS/`, or of its test split, as the test split for a model trained on other images.
 
     classes     the model's classes, in the order of its outputs; those of the folder may be fewer
     """
@@ -352,4 +343,4 @@ def unsplit_images(
     images = found.images(found.parts[0], numbers, size, prepare)
     about = f"{counted(len(images), 'test image')} of {counted(len(outputs), 'class', 'classes')}"
     about += f" in {found.name}, {size} pixels per side"
-    return UnsplitImages(ImageSet(found.name, about, tuple(found.classes), {"test": images}, found.checksum), tuple(outputs))
+    return ImageSet(found.name, about, tuple(found.classes), {"test": images}, found.checksum, tuple(outputs))

@@ -33,7 +33,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from holdfast.data.datasets import DATASETS, Dataset, datasets_for, find_dataset, require_splits
+from holdfast.data.datasets import DATASETS, Dataset, Load, datasets_for, find_dataset, require_splits
 from holdfast.data.documents import SPLITS, Corpus, Document, LazyDocuments, split_by_position, split_by_title
 from holdfast.data.files import (
     PACKED,
@@ -69,7 +69,7 @@ TEXT_COLUMNS = ("text", "sentence", "content", "document", "body", "article")
 # Columns that have labels rather than texts.
 LABEL_COLUMNS = ("label", "labels", "category", "class", "intent", "target", "sentiment", "gold_label", "is_duplicate")
 
-_BLANK = re.compile(r"\n\s*\n")
+BLANK = re.compile(r"\n\s*\n")
 
 
 def corpora() -> dict[str, str]:
@@ -178,11 +178,7 @@ def _folder_corpus(folder: Path) -> Corpus:
 
 def _split_files(name: str, about: str, paths: dict[str, Path]) -> Corpus:
     """Return a corpus with one file per split; each file is read at first use."""
-
-    def read(split: str) -> list[Document]:
-        return [Document(f"{name}/{split}", read_text(paths[split]))]
-
-    return _lazy_corpus(name, about, read)
+    return _lazy_corpus(name, about, lambda split: [Document(f"{name}/{split}", read_text(paths[split]))])
 
 
 def _table_corpus(path: Path, column: str | None = None) -> Corpus:
@@ -247,8 +243,7 @@ def python_docstrings() -> dict[str, str]:
     enabled = gc.isenabled()
     gc.disable()  # it would double the time of parsing and find no cycles
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # old modules have many invalid escapes
+        with warnings.catch_warnings(action="ignore"):  # old modules have many invalid escapes
             for name, path in sorted(_modules(library)):
                 try:
                     tree = ast.parse(path.read_bytes())
@@ -302,7 +297,7 @@ def without_repeated_paragraphs(documents: Iterable[tuple[str, str]]) -> Iterato
     seen = set()
     for title, text in documents:
         kept = []
-        for paragraph in _BLANK.split(text):
+        for paragraph in BLANK.split(text):
             joined = " ".join(paragraph.split())
             if joined.count(" ") + 1 >= REPEATED:
                 if joined in seen:
@@ -415,21 +410,14 @@ def hub_rows(dataset: str, config: str, split: str, *, instead: str, streamed: b
     from datasets import load_dataset  # type: ignore[import-untyped]
 
     try:
-        found: Iterable[Mapping[str, Any]] = load_dataset(dataset, config, split=split, streaming=streamed)
+        return load_dataset(dataset, config, split=split, streaming=streamed)
     except Exception as error:  # no network, a proxy, a full disk, a moved dataset: each raises another type
         reason = " ".join(str(error).split())
         raise ValueError(
             f"{dataset} ({config}) could not be fetched ({reason}); check the network, or {instead}."
         ) from error
-    return found
 
 
-_LOADERS: dict[str, Callable[[Path | None], Corpus]] = {
-    "python-docs": _python_docs_corpus,
-    "wikitext-2": partial(_wikitext, "2"),
-    "wikitext-103": partial(_wikitext, "103"),
-    "enwik8": _enwik8,
-    "c4": _c4,
-}
-for _name, _about in ABOUT.items():
-    DATASETS.add(Dataset(_name, _about, "text", _LOADERS[_name]))
+_LOADERS: tuple[Load, ...] = (_python_docs_corpus, partial(_wikitext, "2"), partial(_wikitext, "103"), _enwik8, _c4)
+for (_name, _about), _load in zip(ABOUT.items(), _LOADERS, strict=True):
+    DATASETS.add(Dataset(_name, _about, "text", _load))

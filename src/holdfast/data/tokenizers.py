@@ -12,7 +12,7 @@ import json
 from abc import ABC, abstractmethod
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, final
@@ -243,13 +243,11 @@ class HubTokenizer(Tokenizer):
 
     def ids(self, text: str) -> list[int]:
         with failures(self._failed):
-            found: list[int] = self._encode([text])["input_ids"][0]
-        return found
+            return self._encode([text])["input_ids"][0]
 
     def decode(self, ids: Iterable[int] | Tensor) -> str:
         with failures(self._failed):
-            text: str = self.tokenizer.decode(_as_list(ids), clean_up_tokenization_spaces=False)
-        return text
+            return self.tokenizer.decode(_as_list(ids), clean_up_tokenization_spaces=False)
 
     def describe(self) -> dict[str, Any]:
         return {"kind": "hub", "place": self.name, "checksum": self.checksum()}
@@ -334,3 +332,17 @@ def tokenizer_from(description: Mapping[str, Any], *, folder: Path | None = None
             raise ValueError(f"the tokeniser in {found.name} is not the one that was used: its checksum differs.")
         return found
     raise ValueError(unknown_name("kind of tokeniser", kind, [*tokenizers(), "hub"]))
+
+
+def token_texts(decode: Callable[[list[int]], str], ids: Sequence[int], context: int = 8) -> list[str]:
+    """Return what each token adds to the decoded text: joined, they are the text, with the spaces between its words.
+
+    Decoded alone, a token may lose the space before it. `context` tokens before it are decoded with it. A token that ends
+    inside a character adds what it is decoded to alone.
+    """
+    found = []
+    for place in range(len(ids)):
+        before = list(ids[max(0, place - context) : place])
+        prefix, whole = decode(before) if before else "", decode([*before, ids[place]])
+        found.append(whole[len(prefix) :] if whole.startswith(prefix) else decode([ids[place]]))
+    return found

@@ -30,6 +30,9 @@ from holdfast.certificates.router_conditions import CertifiedRouter, Gate, descr
 from holdfast.certificates.score_geometry import score_geometry
 from holdfast.routing import Context, Router
 from holdfast.routing.declarations import NoCertificate, Order
+from holdfast.routing.selection import check_k
+
+MOST_ELEMENTS = 2**22  # of the largest tensor
 
 
 class NoGeometry(ValueError):
@@ -80,6 +83,13 @@ class AffineKeys:
         """Return the keys of some of the tokens."""
         return replace(self, points=self.points[rows], index=self.index[rows])
 
+    def parts(self) -> Iterator[tuple[slice, "AffineKeys"]]:
+        """Yield some tokens at a time, as rows, with their keys, so that a tensor (T,E,E) of them is not too large."""
+        step = max(1, MOST_ELEMENTS // self.experts**2)
+        for start in range(0, max(1, len(self.points)), step):
+            rows = slice(start, start + step)
+            yield rows, self.rows(rows)
+
     def order_of(self, number: int) -> Order:
         """Return the order of experts of tokens with the factors `number`, without factors: keys W x + b, W (E,d)."""
         blocks = self.weights(number).unflatten(1, (-1, self.width))
@@ -99,26 +109,26 @@ def times_noise(rows: Tensor, noise: Noise) -> Tensor:
     if noise is None:
         return rows
     matrix = torch.as_tensor(noise, dtype=rows.dtype, device=rows.device)
-    width = rows.shape[1]
-    if tuple(matrix.shape) not in ((), (width,), (width, width)) or not matrix.isfinite().all():
-        raise ValueError(
-            f"the noise has shape {tuple(matrix.shape)}; expected finite numbers: one, ({width},) or ({width}, {width})."
-        )
+    shape, width = tuple(matrix.shape), rows.shape[1]
+    if shape not in ((), (width,), (width, width)) or not matrix.isfinite().all():
+        raise ValueError(f"the noise has shape {shape}; expected finite numbers: one, ({width},) or ({width}, {width}).")
     return rows @ matrix if matrix.dim() == 2 else rows * matrix
 
 
-def affine_keys(order: Order, tokens: Tensor) -> AffineKeys:
-    """Return the keys that `order` declares, at `tokens (..., d)`, on the CPU: the work on sets of experts is done there."""
+def affine_keys(order: Order, tokens: Tensor, k: int | None = None) -> AffineKeys:
+    """Return the keys that `order` declares, at `tokens (..., d)`, on the CPU: the work on sets of experts is done there.
+
+    Raise ValueError if so many experts cannot select `k`.
+    """
     if not tokens.isfinite().all():
         raise ValueError("the tokens contain NaN or infinite numbers; leave them out.")
-    planes = score_geometry("the score", order, tokens.detach(), "l2").planes
-    if planes.scales is None:
-        factors = torch.ones_like(planes.weight[:1])
-        index = torch.zeros(len(planes.points), dtype=torch.int64, device=planes.points.device)
-    else:
-        factors, index = planes.scales.distinct
-    points, weight, bias = planes.points.cpu(), planes.weight.cpu(), planes.bias.cpu()
-    return AffineKeys(points, weight, bias, factors.cpu(), index.cpu(), tokens.shape[-1])
+    with torch.no_grad():
+        planes = score_geometry("the score", order, tokens, "l2").planes
+    tensors = (planes.points, planes.weight, planes.bias, *planes.distinct_factors)
+    points, weight, bias, factors, index = (each.cpu() for each in tensors)
+    if k is not None:
+        check_k(k, len(weight))
+    return AffineKeys(points, weight, bias, factors, index, tokens.shape[-1])
 
 
 @torch.no_grad()
@@ -134,8 +144,7 @@ def affine_order(subject: Router | Gate, tokens: Tensor, context: Context | None
             if subject.training:
                 raise ValueError("the router is in training mode, where it updates state; call eval() first.")
             described = describe_router(subject, tokens, context, "l2")
-            declared = subject.score.declares.order
-            order = None if declared is None else declared(tokens, context)
+            order = subject.order(tokens, context)
         else:
             described = describe_gate(subject, tokens, "l2")
             order = Order(subject.weight, subject.bias)
@@ -157,7 +166,7 @@ def _selected(described: CertifiedRouter) -> int:
     # Top-k: each of k chosen experts is ahead of each other expert, and none of a threshold.
     conditions, counts = first.conditions, first.conditions.chosen.sum(1)
     k, experts = int(counts[0]), conditions.experts
-    is_top_k = k > 0 and bool((counts == k).all()) and not conditions.way.any() and conditions.ahead.shape[-1] == 1
+    is_top_k = k > 0 and bool((counts == k).all()) and conditions.way is None and conditions.ahead.shape[-1] == 1
     if is_top_k:
         with_threshold = ((conditions.ahead == experts) | (conditions.behind == experts)).squeeze(-1) & conditions.valid
         is_top_k = bool((conditions.valid.sum(1) == k * (experts - k)).all()) and not with_threshold.any()

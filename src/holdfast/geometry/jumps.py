@@ -1,11 +1,11 @@
-"""The output of a layer along the line through a token's nearest tie, for several routers on the same weights.
+"""The jump of a layer's output where a token flips, and its output along the line through the token's nearest tie.
 
-At the tie of two experts at the threshold a top-k layer jumps and a smooth one does not (figures 1 and 3 of "Geometric and
-Stochastic Analysis of Discontinuities in Sparse Mixture-of-Experts"). The line is normal to the boundary:
+At the tie of two experts at the threshold a top-k layer jumps and a smooth one does not (section 7.1, figures 1 and 3 of
+"Geometric and Stochastic Analysis of Discontinuities in Sparse Mixture-of-Experts"). The line is normal to the boundary:
 
     y(t) = layer(point + t normal),     t relative to the length of the token
 
-T tokens, P points of a line, d width of a token
+T tokens, P points of a line, d width of a token, E experts, k of them selected
 
 How fast the weights of experts can change with the logits: local Lipschitz constants of gates.
 
@@ -20,19 +20,40 @@ T tokens, E experts
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import final
 
 import torch
 from torch import Tensor
 
 from holdfast.geometry.flats import AffineKeys, affine_keys
-from holdfast.geometry.ties import check_k
 from holdfast.kernels.select import strip_fade
-from holdfast.metrics.jump import FlipPoints, Jumps, jumps, nearest_flip
 from holdfast.routing.declarations import Order
+from holdfast.routing.selection import check_k
 
 Layer = Callable[[Tensor], Tensor]  # from tokens (T,d) to outputs (T, ...)
-STEPS = (1e-1, 3e-2, 1e-2, 3e-3, 1e-3, 3e-4, 1e-4)  # relative to the length of a token
+JUMP_STEPS = (1e-2, 1e-3, 1e-4)  # relative to the token's norm: float32 logits cannot separate points that are much closer
+STEPS = (1e-1, 3e-2, 1e-2, 3e-3, 1e-3, 3e-4, 1e-4)  # of the differences beside a line
+
+
+@dataclass(frozen=True)
+class FlipPoints:
+    """For each token, its orthogonal projection onto the nearest decision boundary, where it flips."""
+
+    points: Tensor  # (T,d) on the boundary, a plane
+    normals: Tensor  # (T,d) of length 1, pointing out of the token's side
+    distances: Tensor  # (T,) from the token to its point: within this radius the selected set is certain
+    leaving: Tensor  # (T,) the expert that the token loses there
+    entering: Tensor  # (T,) the expert that replaces it
+
+
+@dataclass(frozen=True)
+class Jumps:
+    """|y(point + t normal) - y(point - t normal)| as t goes to 0."""
+
+    steps: tuple[float, ...]  # t, relative to the norm of the token; decreasing
+    differences: Tensor  # (steps, T)
+    limit: Tensor  # (T,) at t = 0, by linear extrapolation of the last two differences of outputs
 
 
 @final
@@ -50,21 +71,54 @@ class NormalLines:
 def nearest_boundaries(order: Order, tokens: Tensor, k: int) -> FlipPoints:
     """Return the nearest ties of `tokens (..., d)` of order 1, with the normals of their boundaries.
 
-    `metrics.nearest_flip` does the same from weights. This one also knows cosines, and the factors of AC.
+        min over i in S, j not in S of (l_i - l_j) / |w_i - w_j|,  S the k best
+
+    computed in float64, in O(T k E) memory and time. There all other pairs keep their order, so the token flips.
     """
     return nearest_flips(affine_keys(order, tokens), tokens, k)
 
 
 def nearest_flips(keys: AffineKeys, tokens: Tensor, k: int) -> FlipPoints:
     """Return the nearest boundary of every token that has these keys."""
-    rows = tokens.detach().cpu().double().reshape(-1, keys.width)
-    experts = keys.index.new_zeros(2, len(rows))
-    found = FlipPoints(torch.zeros_like(rows), torch.zeros_like(rows), torch.zeros_like(rows[:, 0]), *experts)
-    for chosen, order in keys.orders():
-        part = nearest_flip(rows[chosen], order.matrix, k, order.bias)
-        for whole, some in zip(vars(found).values(), vars(part).values(), strict=True):
-            whole[chosen] = some
-    return FlipPoints(*(each.to(tokens.device) for each in vars(found).values()))
+    experts, index, logits = keys.experts, keys.index.unsqueeze(1), keys.logits
+    if not 1 <= k < experts:
+        raise ValueError(f"k is {k} of {experts} experts; a token can flip only for k from 1 to E - 1.")
+    weights = [keys.order_of(number).matrix for number in range(len(keys.factors))]
+    spans = torch.stack([torch.cdist(each, each, compute_mode="donot_use_mm_for_euclid_dist") for each in weights])
+    chosen = logits.argsort(dim=1, descending=True, stable=True)[:, :k]
+    lengths = spans[index, chosen]  # (T,k,E)
+    distances = (logits.gather(1, chosen).unsqueeze(2) - logits.unsqueeze(1)) / lengths
+    distances = distances.where(lengths > 0, torch.inf)  # experts with equal weights have no boundary between them
+    inside = torch.zeros_like(logits, dtype=torch.bool).scatter(1, chosen, True).unsqueeze(1)
+    distances, pairs = distances.where(~inside, torch.inf).flatten(1).min(1)
+    if not distances.isfinite().all():
+        raise ValueError("the experts of some token all have equal weights, so that no boundary is between them.")
+    leaving, entering = chosen.gather(1, (pairs // experts).unsqueeze(1)).squeeze(1), pairs % experts
+    apart = (keys.weight[entering] - keys.weight[leaving]) * keys.factors[keys.index]
+    normals = torch.nn.functional.normalize(apart.unflatten(1, (-1, keys.width)).sum(1), dim=-1)
+    points = tokens.detach().cpu().double().reshape(-1, keys.width) + distances.unsqueeze(1) * normals
+    return FlipPoints(*(each.to(tokens.device) for each in (points, normals, distances, leaving, entering)))
+
+
+@torch.no_grad()
+def jumps(
+    layer: Layer, flips: FlipPoints, *, steps: Sequence[float] = JUMP_STEPS, dtype: torch.dtype = torch.float32
+) -> Jumps:
+    """Measure the jump of `layer` at each point along its normal.
+
+    A continuous layer that changes within less than the last step, such as a very narrow strip, looks like one that jumps.
+    """
+    steps = tuple(steps)
+    if len(steps) < 2 or any(later >= earlier for earlier, later in pairwise(steps)) or steps[-1] <= 0:
+        raise ValueError(f"steps are {steps}; expected at least two, positive and decreasing.")
+    length = (flips.points - flips.distances.unsqueeze(1) * flips.normals).norm(dim=-1, keepdim=True)
+    outputs = []
+    for step in steps:
+        sides = [layer((flips.points + side * step * length * flips.normals).to(dtype)) for side in (1, -1)]
+        outputs.append((sides[0].double() - sides[1].double()).flatten(1))
+    coarse, fine = steps[-2:]
+    limit = outputs[-1] + (outputs[-1] - outputs[-2]) * fine / (coarse - fine)
+    return Jumps(steps, torch.stack([output.norm(dim=-1) for output in outputs]), limit.norm(dim=-1))
 
 
 @torch.no_grad()
@@ -151,9 +205,8 @@ def gate_slopes(weights: GateWeights, logits: Tensor, k: int, *, reach: float | 
     direction = torch.zeros_like(logits).scatter(1, last, -(0.5**0.5)).scatter(1, following, 0.5**0.5)
     distance = (logits.gather(1, last) - logits.gather(1, following)).squeeze(1) * 0.5**0.5
     tie = logits + distance.unsqueeze(1) * direction
-    wide, narrow = (
-        (weights(tie + step * direction) - weights(tie - step * direction)).norm(dim=1) for step in (STEP, STEP * SHORTER)
-    )
+    ways = STEP * direction, STEP * SHORTER * direction
+    wide, narrow = ((weights(tie + way) - weights(tie - way)).norm(dim=1) for way in ways)
     jump = narrow.where((narrow > wide / 2) & (narrow > STEP), 0.0)
     length = distance.clamp_min(STEP) if reach is None else torch.full_like(distance, reach)
     along = torch.linspace(-1, 1, LINE, dtype=torch.float64, device=logits.device).view(1, -1, 1) * length.view(-1, 1, 1)

@@ -8,8 +8,17 @@ is 1/k times the mean of n_j numbers that are 0 or 1, and Hoeffding's inequality
 
     P(|a_jl - its expectation| > sqrt(ln(2 / alpha) / (2 n_j)) / k) <= alpha
 
-Theorem 1 of the paper takes a_jl as a joint frequency of all N tokens, sqrt(ln(2 / alpha) / (2 N)), and adds L eps for noise
-of size eps on the tokens with an unknown constant L. Here the effect of noise is measured instead.
+Theorem 1 of the paper takes a_jl as a joint frequency C_jl / N of all N tokens, sqrt(ln(2 / alpha) / (2 N)), and adds L eps
+for noise of size eps on the tokens. The effect of noise is measured (`graph_under_noise`), and bounded by the constants of
+the paper's appendix B.2, whose regions of two experts are polyhedra (`region_constants`, `region_regularity`):
+
+    L = max over j, l of (mu(C_jl + ball of eps) - mu(C_jl)) / eps,  C_jl the region in which j and l are selected   (eqn 23)
+    rho: every region contains a ball of rho times its diameter
+
+Eqn 23 is this quotient for the volume mu, written by Steiner's formula (without a factor d in its first term, and without
+the last term of the formula). Here mu is the distribution of the tokens, so that L eps bounds the change of C_jl / N itself:
+a token leaves or enters a region only if a tie of two experts is within eps of it. For k > 2 the regions of two experts are
+not convex, and the bound holds too.
 
 T tokens, E experts
 
@@ -43,11 +52,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import final
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from holdfast.errors import require_extra
+from holdfast.geometry.flats import affine_keys
+from holdfast.geometry.ties import pair_distances, ranks_of
 from holdfast.routing.clustering import feature_scales
+from holdfast.routing.declarations import Order
 
 
 @final
@@ -56,6 +69,7 @@ class CoSelectionWidths:
     """The expert graph of one batch, with the precision of its rows."""
 
     graph: Tensor  # (E,E): a_jl; rows of dead experts are 0
+    joint: Tensor  # (E,E): C_jl / T, the paper's a_jl
     counts: Tensor  # (E,): n_j
     half_widths: Tensor  # (E,): of each entry of a row; infinite for a dead expert
     joint_half_width: float  # of a joint frequency C_jl / T, the paper's reading
@@ -74,7 +88,8 @@ def co_selection_widths(chosen: Tensor, alpha: float = 0.05) -> CoSelectionWidth
     k = int(sizes[0])
     graph = together / (k * counts).clamp_min(1).unsqueeze(1)
     half = (math.log(2 / alpha) / (2 * counts)).sqrt() / k
-    return CoSelectionWidths(graph, counts, half, math.sqrt(math.log(2 / alpha) / (2 * len(chosen))), alpha)
+    joint_half = math.sqrt(math.log(2 / alpha) / (2 * len(chosen)))
+    return CoSelectionWidths(graph, together / len(chosen), counts, half, joint_half, alpha)
 
 
 @final
@@ -86,6 +101,7 @@ class GraphUnderNoise:
     largest: Tensor  # (n,): the largest change of an entry of the graph
     mean: Tensor  # (n,): the mean change over the rows of experts in use
     beyond: Tensor  # (n,): the share of entries that change by more than their half-width
+    joint: Tensor  # (n,): the largest change of a joint frequency
     clean: CoSelectionWidths
 
 
@@ -105,11 +121,88 @@ def graph_under_noise(
     changes = []
     for level in noise:
         moved = (tokens.double() + level * direction).to(tokens.dtype)
-        change = (co_selection_widths(chosen(moved), alpha).graph - clean.graph).abs()[used]
+        noisy = co_selection_widths(chosen(moved), alpha)
+        change = (noisy.graph - clean.graph).abs()[used]
         beyond = (change > clean.half_widths[used].unsqueeze(1)).double().mean()
-        changes.append(torch.stack([change.max(), change.mean(), beyond]))
-    largest, mean, share = torch.stack(changes).unbind(1)
-    return GraphUnderNoise(torch.tensor(list(noise), dtype=torch.float64), largest, mean, share, clean)
+        changes.append(torch.stack([change.max(), change.mean(), beyond, (noisy.joint - clean.joint).abs().max()]))
+    largest, mean, share, joint = torch.stack(changes).unbind(1)
+    return GraphUnderNoise(torch.tensor(list(noise), dtype=torch.float64), largest, mean, share, joint, clean)
+
+
+@final
+@dataclass(frozen=True)
+class RegionConstants:
+    """How far noise of any direction can change the joint frequencies of a batch's experts."""
+
+    noise: Tensor  # (n,): largest length of the perturbations, relative to the token
+    lower: Tensor  # (n,E,E): no perturbation makes C_jl / T smaller
+    upper: Tensor  # (n,E,E): nor larger
+    change: Tensor  # (n,): L eps, the largest change of an entry
+    constant: Tensor  # (n,): L
+
+
+@torch.no_grad()
+def region_constants(order: Order, tokens: Tensor, k: int, noise: Sequence[float]) -> RegionConstants:
+    """Return bounds of the joint frequencies of `tokens (..., d)` with top-k of the keys that `order` declares.
+
+    A selected expert stays while no expert outside the set overtakes it. Another one enters only if it overtakes one of the
+    set; beside j, which stays, one of the set without j. A pair leaves with the first of the two, and enters with the last.
+    """
+    keys = affine_keys(order, tokens, k)
+    levels = torch.tensor(list(noise), dtype=torch.float64)
+    if not len(keys.points) or not (levels > 0).all():
+        raise ValueError("the constants of regions need tokens, and perturbations that are longer than 0.")
+    products, lengths = keys.products(), tokens.detach().cpu().double().reshape(-1, keys.width).norm(dim=1)
+    low, high = (torch.zeros(len(levels), keys.experts, keys.experts, dtype=torch.float64) for _ in range(2))
+    counts = torch.zeros_like(low[0])
+    for rows, part in keys.parts():
+        chosen = ranks_of(part.logits) < k
+        distances = pair_distances(products, part.index, part.logits)
+        overtaken = distances.where(chosen.unsqueeze(2) & ~chosen.unsqueeze(1), torch.inf).amin(2)
+        behind = distances.where(~chosen.unsqueeze(2) & chosen.unsqueeze(1), torch.inf)
+        ahead = behind.topk(min(2, keys.experts), dim=2, largest=False)  # the two of the set that are overtaken first
+        only = torch.nn.functional.one_hot(ahead.indices[..., 0], keys.experts).double()
+        counts += chosen.double().t() @ chosen.double()
+        for level, reach in enumerate(levels.view(-1, 1, 1) * lengths[rows].unsqueeze(1)):
+            enters, instead = ahead.values[..., 0] <= reach, ahead.values[..., -1] > reach
+            stay, may = (chosen & (overtaken > reach)).double(), (chosen | enters).double()
+            low[level] += stay.t() @ stay
+            replaces = torch.einsum("tl,tlj->lj", (enters & instead).double(), only)  # l can enter, but not beside j
+            high[level] += may.t() @ may - replaces - replaces.t()
+    change = torch.maximum(high - counts, counts - low).flatten(1).amax(1) / len(keys.points)
+    return RegionConstants(levels, low / len(keys.points), high / len(keys.points), change, change / levels)
+
+
+@torch.no_grad()
+def region_regularity(order: Order, sets: Tensor) -> Tensor:
+    """Return rho (N,) of the regions in which the experts `sets (N,k)` are selected, for a large ball of tokens.
+
+    Without offsets (directions at infinity) a region is a cone. The largest ball inside it and a ball of radius R has the
+    radius R s / (1 + s), with s the sine of the largest angle of a round cone inside it: the distance of 0 from the convex
+    hull of the normals of its faces. Its diameter is 2 R if d >= E, and less otherwise, when rho is a lower bound. rho is 0
+    for a region without interior.
+    """
+    require_extra("the regularity of regions", "scipy")
+    from scipy.optimize import nnls
+
+    keys = affine_keys(order, order.matrix.new_zeros(1, order.matrix.shape[1]))
+    values, vectors = torch.linalg.eigh(keys.products()[0])
+    rows = vectors * values.clamp_min(0).sqrt()  # (E,E): the same products as the weights
+    found = []
+    for members in sets.long():
+        outside = torch.ones(keys.experts, dtype=torch.bool).scatter(0, members, False)
+        normals = (rows[members].unsqueeze(1) - rows[outside]).flatten(0, 1)
+        normals = normals[normals.norm(dim=1) > 1e-7 * rows.norm(dim=1).max()]  # experts with equal weights have no face
+        if not len(normals):
+            found.append(0.5)  # the whole ball
+            continue
+        units = normals / normals.norm(dim=1, keepdim=True)
+        # min |units^T c|^2 + (1 - sum c)^2 over c >= 0 is reached at a multiple of the shortest convex combination.
+        system = torch.cat([units.t(), torch.ones(1, len(units), dtype=units.dtype)])
+        weights = torch.from_numpy(nnls(system.numpy(), np.eye(len(system))[-1])[0])
+        sine = float((weights @ units).norm() / weights.sum())
+        found.append(sine / (2 + 2 * sine))
+    return torch.tensor(found, dtype=torch.float64)
 
 
 FEWEST = 8  # tokens of a cluster that is measured
@@ -146,9 +239,8 @@ def cluster_separation(tokens: Tensor, clusters: Tensor, *, noise: float = 0.0, 
     """
     tokens, clusters = tokens.detach().cpu().double(), clusters.cpu().reshape(-1)
     if tokens.dim() != 2 or len(clusters) != len(tokens):
-        raise ValueError(
-            f"tokens have shape {tuple(tokens.shape)} and clusters {tuple(clusters.shape)}; expected (T, d), (T,)."
-        )
+        got = f"tokens have shape {tuple(tokens.shape)} and clusters {tuple(clusters.shape)}"
+        raise ValueError(f"{got}; expected (T, d) and (T,).")
     numbers, counts = clusters.unique(return_counts=True)
     numbers = numbers[counts >= FEWEST]
     if len(numbers) < 2:
@@ -162,10 +254,8 @@ def cluster_separation(tokens: Tensor, clusters: Tensor, *, noise: float = 0.0, 
     nearest = apart.fill_diagonal_(torch.inf).argmin(1)
     found = []
     for factors in (torch.ones_like(spreads), feature_scales(spreads)):
-        rows = [
-            _separation(groups[number], noisy[number], means[number], means[other], factors[number], noise)
-            for number, other in enumerate(nearest.tolist())
-        ]
+        clusters_of = zip(groups, noisy, means, means[nearest], factors, strict=True)
+        rows = [_separation(*cluster, noise) for cluster in clusters_of]
         found.append(Separation(*torch.stack(rows).unbind(1)))
     return ClusterSeparation(numbers, numbers[nearest], *found)
 

@@ -67,9 +67,7 @@ class PlaneKeys:
         """Restrict the keys W x + b to a plane; `weight (E,d)`, `bias (E,)`."""
         weight = weight.detach().double()
         if not 0 < k < len(weight):
-            raise ValueError(
-                f"k is {k} of {len(weight)} experts; there are ties at the threshold only for k from 1 to E - 1."
-            )
+            raise ValueError(f"k is {k} of {len(weight)} experts; ties at the threshold exist only for k from 1 to E - 1.")
         offsets = weight @ plane.origin + (0 if bias is None else bias.detach().double())
         return cls(weight @ plane.basis.t(), offsets, k)
 
@@ -106,13 +104,12 @@ def slice_ties(keys: PlaneKeys, low: Tensor, high: Tensor) -> SliceTies:
     gaps = keys.offsets[pairs[:, 0]] - keys.offsets[pairs[:, 1]]
     lengths = normals.norm(dim=-1)
     crossing = lengths > PARALLEL * keys.slopes.norm(dim=-1).max()
-    pairs, normals, gaps, lengths = pairs[crossing], normals[crossing], gaps[crossing], lengths[crossing]
+    pairs, normals, gaps, lengths = (each[crossing] for each in (pairs, normals, gaps, lengths))
     starts = -(gaps / lengths.square()).unsqueeze(1) * normals  # the point of each line that is nearest to the origin
     along = torch.stack([-normals[:, 1], normals[:, 0]], dim=1) / lengths.unsqueeze(1)
     first, last = _clip(starts, along, low.to(starts), high.to(starts))
     inside = first < last
-    pairs, starts, along = pairs[inside], starts[inside], along[inside]
-    first, last = first[inside], last[inside]
+    pairs, starts, along, first, last = (each[inside] for each in (pairs, starts, along, first, last))
 
     # l_e - l_i along each line is offsets + rates t, for every expert e
     rates = along @ keys.slopes.t()
@@ -132,7 +129,16 @@ def slice_ties(keys: PlaneKeys, low: Tensor, high: Tensor) -> SliceTies:
     line, part = tied.nonzero(as_tuple=True)
     ends = torch.stack([edges[line, part], edges[line, part + 1]], dim=1)
     lines = starts[line].unsqueeze(1) + ends.unsqueeze(2) * along[line].unsqueeze(1)
-    return SliceTies(lines, pairs[line], *_order_two(line, part, order, times, lines, pairs))
+
+    # The ends of order-1 lines that are not on the edge of the rectangle, each once.
+    points: dict[tuple[int, ...], Tensor] = {}
+    for place, (row, index) in enumerate(zip(line.tolist(), part.tolist(), strict=True)):
+        for end, crossing in ((0, index - 1), (1, index)):
+            if 0 <= crossing < times.shape[1] and bool(times[row, crossing].isfinite()):
+                triple = tuple(sorted([*pairs[row].tolist(), int(order[row, crossing])]))
+                points.setdefault(triple, lines[place, end])
+    triples = torch.tensor(list(points), dtype=torch.int64).view(-1, 3)
+    return SliceTies(lines, pairs[line], torch.cat([lines.new_zeros(0), *points.values()]).view(-1, 2), triples)
 
 
 def _clip(starts: Tensor, along: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
@@ -142,21 +148,6 @@ def _clip(starts: Tensor, along: Tensor, low: Tensor, high: Tensor) -> tuple[Ten
     enter = torch.minimum(one, two).where(along != 0, -torch.inf).where(~outside, torch.inf)
     leave = torch.maximum(one, two).where(along != 0, torch.inf).where(~outside, -torch.inf)
     return enter.amax(1), leave.amin(1)
-
-
-def _order_two(
-    line: Tensor, part: Tensor, order: Tensor, times: Tensor, lines: Tensor, pairs: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the ends of order-1 lines that are not on the edge of the rectangle, each once, and the experts that tie."""
-    found: dict[tuple[int, ...], Tensor] = {}
-    for place, (row, index) in enumerate(zip(line.tolist(), part.tolist(), strict=True)):
-        for end, crossing in ((0, index - 1), (1, index)):
-            if 0 <= crossing < times.shape[1] and bool(times[row, crossing].isfinite()):
-                triple = tuple(sorted([*pairs[row].tolist(), int(order[row, crossing])]))
-                found.setdefault(triple, lines[place, end])
-    if not found:
-        return lines.new_zeros(0, 2), pairs.new_zeros(0, 3)
-    return torch.stack(list(found.values())), torch.tensor(list(found))
 
 
 def grid(low: Tensor, high: Tensor, count: int) -> Tensor:

@@ -33,7 +33,6 @@ from holdfast.geometry.flats import AffineKeys, Projection, affine_keys, at_thre
 from holdfast.routing.declarations import Order
 
 MOST_SETS = 100_000  # of a token that are visited for one order; beyond, the nearest of them is an upper bound
-MOST_ELEMENTS = 2**22  # of the largest tensor
 PIECE = 2**14  # sets that are extended together
 EQUAL = 1 + 1e-12  # two distances within this factor are equal
 
@@ -61,24 +60,14 @@ def nearest_ties(order: Order, tokens: Tensor, k: int, orders: Sequence[int] = (
     order   what `Score.order(tokens, context)` declares for the same tokens; `affine_order` returns it with k, or refuses
     k       how many experts a token selects. With k = E there is no tie, and distances are infinite
     """
-    keys = affine_keys(order, tokens)
-    check_k(k, keys.experts)
+    keys = affine_keys(order, tokens, k)
     orders = tuple(orders)
     if not orders or any(not isinstance(m, int) or m < 1 for m in orders):
         raise ValueError(f"orders are {orders}; expected whole numbers from 1.")
     products = keys.products()
-    step = max(1, MOST_ELEMENTS // keys.experts**2)
-    parts = [
-        _nearest(products, keys.rows(slice(start, start + step)), k, orders)
-        for start in range(0, max(1, len(keys.points)), step)
-    ]
+    parts = [_nearest(products, part, k, orders) for _, part in keys.parts()]
     joined = [torch.cat([torch.stack([found[n] for found in part], dim=1) for part in parts]) for n in range(3)]
     return Ties(orders, *joined)
-
-
-def check_k(k: int, experts: int) -> None:
-    if not 1 <= k <= experts:
-        raise ValueError(f"k is {k}; it must be between 1 and the number of experts, {experts}.")
 
 
 @torch.no_grad()
@@ -130,14 +119,19 @@ def _nearest(products: Tensor, keys: AffineKeys, k: int, orders: Sequence[int]) 
 
 def pair_distances(products: Tensor, index: Tensor, logits: Tensor) -> Tensor:
     """Return (T,E,E): the distance to the tie of two experts; infinite where they never tie, and on the diagonal."""
-    own = products.diagonal(dim1=1, dim2=2)
-    spans = (own.unsqueeze(2) + own.unsqueeze(1) - 2 * products).clamp_min(0).sqrt()
-    spans = spans.where(spans > 1e-7 * own.amax(1).view(-1, 1, 1).sqrt(), 0.0)
+    spans = pair_spans(products)
     gaps = (logits.unsqueeze(2) - logits.unsqueeze(1)).abs_()
     # 0 / 0: experts with equal weights that tie everywhere.
     distances = gaps.div_(spans if len(spans) == 1 else spans[index]).nan_to_num_(nan=0.0, posinf=torch.inf)
     distances.diagonal(dim1=1, dim2=2).fill_(torch.inf)
     return distances
+
+
+def pair_spans(products: Tensor) -> Tensor:
+    """Return (U,E,E): the lengths of the differences of weights; 0 where only rounding is left of one."""
+    own = products.diagonal(dim1=1, dim2=2)
+    spans = (own.unsqueeze(2) + own.unsqueeze(1) - 2 * products).clamp_min(0).sqrt()
+    return spans.where(spans > 1e-7 * own.amax(1).view(-1, 1, 1).sqrt(), 0.0)
 
 
 def ranks_of(logits: Tensor) -> Tensor:
@@ -212,23 +206,19 @@ class _Search:
             if len(sets.rows) > PIECE:
                 stack.append(_Sets(*(each[PIECE:] for each in sets)))
                 sets = _Sets(*(each[:PIECE] for each in sets))
-            larger = self._extend(sets, near)
-            if len(larger.rows):
-                stack.append(larger)
-
-    def _extend(self, sets: "_Sets", near: Tensor) -> "_Sets":
-        """Add each allowed expert to each set, visit the new sets and return those that are to be extended again."""
-        parent, added = sets.allowed.nonzero(as_tuple=True)
-        rows, members = sets.rows[parent], torch.cat([sets.members[parent], added.unsqueeze(1)], dim=1)
-        self.visited.scatter_add_(0, rows, torch.ones_like(rows))
-        over = self.visited > MOST_SETS
-        self.exact &= ~over
-        left = ~over[rows]
-        if members.shape[1] > 2:  # pairs were measured before
-            visits = [self.visit(*part) for part in zip(rows.split(PIECE), members.split(PIECE), strict=True)]
-            left &= torch.cat(visits)
-        rows, members, parent, added = rows[left], members[left], parent[left], added[left]
-        return _Sets(rows, members, sets.allowed[parent] & near[rows, added])
+            # Add each allowed expert to each set, visit the new sets, and extend those again that may be nearer.
+            parent, added = sets.allowed.nonzero(as_tuple=True)
+            rows, members = sets.rows[parent], torch.cat([sets.members[parent], added.unsqueeze(1)], dim=1)
+            self.visited.scatter_add_(0, rows, torch.ones_like(rows))
+            over = self.visited > MOST_SETS
+            self.exact &= ~over
+            left = ~over[rows]
+            if members.shape[1] > 2:  # pairs were measured before
+                visits = [self.visit(*part) for part in zip(rows.split(PIECE), members.split(PIECE), strict=True)]
+                left &= torch.cat(visits)
+            if left.any():
+                rows, members, parent, added = rows[left], members[left], parent[left], added[left]
+                stack.append(_Sets(rows, members, sets.allowed[parent] & near[rows, added]))
 
 
 class _Sets(NamedTuple):

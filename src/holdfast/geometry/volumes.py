@@ -38,7 +38,7 @@ T tokens, E experts, M orders, n values of eps, N sets
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
@@ -49,9 +49,9 @@ import torch
 from torch import Tensor
 
 from holdfast.errors import require_extra, unknown_name
-from holdfast.geometry.flats import Projection, affine_keys, gram, independent, keys_at, project
-from holdfast.geometry.ties import check_k
+from holdfast.geometry.flats import affine_keys, gram, independent, keys_at, project
 from holdfast.routing.declarations import Order
+from holdfast.routing.selection import check_k
 
 Form = Literal["euclidean", "logit"]
 FORMS: tuple[Form, ...] = ("euclidean", "logit")
@@ -65,6 +65,14 @@ def legendre_nodes(count: int) -> tuple[Tensor, Tensor]:
     """Return nodes in (-1, 1) and their weights, in float64. Callers share them: do not change them in place."""
     nodes, weights = np.polynomial.legendre.leggauss(count)
     return torch.from_numpy(nodes), torch.from_numpy(weights)
+
+
+def cosine_nodes(low: Tensor, high: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return (N,count) each: nodes between `low (N,)` and `high (N,)`, and weights. A cosine removes roots at both ends."""
+    nodes, weights = legendre_nodes(count)
+    angle = math.pi / 2 * (nodes + 1)
+    low, width = low.unsqueeze(-1), (high - low).unsqueeze(-1)
+    return low + width * (1 - angle.cos()) / 2, width * math.pi / 4 * angle.sin() * weights
 
 
 def log_ball(dim: int) -> float:
@@ -103,11 +111,7 @@ def _log_integral(m: int, dim: int, radius: float, low: Tensor, high: Tensor, ca
     rest = (1 - (base / radius).square()).clamp_min(0) * math.exp(-2 * (NEGLIGIBLE + m) / max(1, dim - m))
     far = radius * (1 - rest).clamp_min(0).sqrt()
     high = high.minimum(far)
-    nodes, weights = legendre_nodes(NODES)
-    angle = math.pi / 2 * (nodes + 1)  # a cosine removes the square roots at both ends
-    width = (high - low).unsqueeze(1)
-    rho = low.unsqueeze(1) + width * (1 - angle.cos()) / 2
-    step = width * math.pi / 4 * angle.sin() * weights
+    rho, step = cosine_nodes(low, high, NODES)
     inside = (1 - (rho / radius).square()).clamp_min(0)
     log_density = torch.special.xlogy(m - 1, rho / radius) + (dim - m) / 2 * inside.log()
     log_beta = math.lgamma(m / 2) + math.lgamma((dim - m) / 2 + 1) - math.lgamma(dim / 2 + 1)
@@ -115,9 +119,8 @@ def _log_integral(m: int, dim: int, radius: float, low: Tensor, high: Tensor, ca
     if cap is not None:
         delta, eps = cap
         log_density = log_density + _log_cap(m, rho, delta.unsqueeze(1), eps)
-    return (
-        (log_density + step.log()).nan_to_num(nan=-torch.inf, posinf=-torch.inf).logsumexp(1).where(high > low, -torch.inf)
-    )
+    terms = (log_density + step.log()).nan_to_num(nan=-torch.inf, posinf=-torch.inf)
+    return terms.logsumexp(1).where(high > low, -torch.inf)
 
 
 def _log_cap(m: int, rho: Tensor, delta: Tensor, eps: float) -> Tensor:
@@ -248,8 +251,7 @@ def thickening_share(
     """
     if form not in FORMS:
         raise ValueError(unknown_name("form", form, FORMS))
-    keys = affine_keys(order, tokens)
-    check_k(k, keys.experts)
+    keys = affine_keys(order, tokens, k)
     widths = torch.as_tensor(eps, dtype=torch.float64).reshape(-1).cpu()
     size = ball_radius(tokens) if radius is None else float(radius)
     if not (widths > 0).all() or not 0 < size < math.inf:
@@ -264,10 +266,7 @@ def thickening_share(
     found, densities = [], []
     for number in frequent.tolist():
         products = keys.products_of(number)
-        flats = [
-            _flats_of(products, keys.bias, k, m, above=range(max(0, k - m), k), draws=draws, most=most_sets, seed=seed)
-            for m in orders
-        ]
+        flats = [_flats_of(products, keys.bias, k, m, draws=draws, most=most_sets, seed=seed) for m in orders]
         shares = (_shares(each, min(m, dim), dim, widths, size, form) for m, each in zip(orders, flats, strict=True))
         found.append([torch.stack(each, dim=1) for each in zip(*shares, strict=True)])
         densities.append(torch.stack([each.density.mean().nan_to_num(nan=0.0) for each in flats]))
@@ -298,9 +297,9 @@ class _Flats:
 
 
 def _flats_of(
-    products: Tensor, bias: Tensor, k: int, m: int, *, above: Iterable[int], draws: int | None, most: int, seed: int
+    products: Tensor, bias: Tensor, k: int, m: int, *, draws: int | None, most: int, seed: int, smooth: bool = False
 ) -> _Flats:
-    """Return the flats of order m, with the share of each on which the number of experts above the tie is in `above`."""
+    """Return the flats of order m, with their slice densities; `smooth` as for `slice_densities`."""
     source, experts = torch.Generator().manual_seed(seed), len(products)
     members, scale = torch.zeros(0, m + 1, dtype=torch.int64), 1.0
     if k < experts and m < experts:
@@ -314,7 +313,7 @@ def _flats_of(
     offsets = bias[members[:, 1:]] - bias[members[:, :1]]
     delta = project(products.unsqueeze(0), index, bias.expand(len(members), -1), members).distances
     draws = max(FEWEST_DRAWS, MOST_DRAWS // max(1, len(members))) if draws is None else draws
-    hits = _draw_ties(products, members, above, draws, source)
+    hits = _draw_ties(products, members, k, draws, source, smooth)
     return _Flats(members, matrices, offsets, delta, hits.double() / draws, draws, scale)
 
 
@@ -347,22 +346,22 @@ def sets_of(experts: int, size: int, most: int, source: torch.Generator) -> Tens
     return torch.rand(most, experts, generator=source).argsort(1)[:, :size].sort(1).values
 
 
-def _draw_ties(products: Tensor, members: Tensor, above: Iterable[int], draws: int, source: torch.Generator) -> Tensor:
-    """Return (N,): in how many of `draws` random directions of a flat the number of experts above the tie is in `above`."""
+def _draw_ties(products: Tensor, members: Tensor, k: int, draws: int, source: torch.Generator, smooth: bool) -> Tensor:
+    """Return (N,): in how many of `draws` random directions of a flat its tie is at the threshold."""
     values, vectors = torch.linalg.eigh(products)
     root = vectors * values.clamp_min(0).sqrt()
-    wanted = torch.tensor(list(above), dtype=torch.int64)
+    fewest = k - 1 if smooth else k - members.shape[1] + 1  # experts above the tie; the most are k - 1
     hits = []
     for part in members.split(max(1, ROWS // draws)):
         repeated = part.repeat_interleave(draws, dim=0)
         drawn = torch.randn(len(repeated), len(products), generator=source, dtype=torch.float64) @ root.t()
         index = torch.zeros(len(repeated), dtype=torch.int64)
-        found: Projection = project(products.unsqueeze(0), index, drawn, repeated)
+        found = project(products.unsqueeze(0), index, drawn, repeated)
         at = keys_at(products.unsqueeze(0), index, drawn, repeated, found)
         level = at.gather(1, repeated).mean(1, keepdim=True)
         others = torch.ones_like(at, dtype=torch.bool).scatter(1, repeated, False)
-        counts = ((at > level) & others).sum(1)
-        hits.append(torch.isin(counts, wanted).view(-1, draws).sum(1))
+        above = ((at > level) & others).sum(1)
+        hits.append(((above >= fewest) & (above < k)).view(-1, draws).sum(1))
     return torch.cat(hits)
 
 
@@ -377,12 +376,10 @@ def slice_densities(
     require_extra("the interval of a slice density", "scipy")
     from scipy.special import betaincinv
 
-    check_k(k, len(weight))
     source = torch.Generator().manual_seed(seed)
-    keys = affine_keys(Order(weight), torch.zeros(1, weight.shape[1], dtype=weight.dtype))
+    keys = affine_keys(Order(weight), torch.zeros_like(weight[:1]), k)
     members = sets_of(len(weight), m + 1, most_sets, source)
-    above = range(k - 1, k) if smooth else range(max(0, k - m), k)
-    hits = _draw_ties(keys.products_of(0), members, above, draws, source)
+    hits = _draw_ties(keys.products_of(0), members, k, draws, source, smooth)
     counts = hits.double().numpy()
     low = torch.from_numpy(betaincinv(counts, draws - counts + 1, 0.025)).nan_to_num(0.0)
     high = torch.from_numpy(betaincinv(counts + 1, draws - counts, 0.975)).nan_to_num(1.0)
@@ -399,9 +396,8 @@ def extra_experts_law(
 
     with rho_T the share of the flat with exactly k - 1 experts above.
     """
-    check_k(k, len(weight))
-    keys = affine_keys(Order(weight), torch.zeros(1, weight.shape[1], dtype=weight.dtype))
-    flats = _flats_of(keys.products_of(0), keys.bias, k, m, above=range(k - 1, k), draws=draws, most=MOST_SETS, seed=seed)
+    keys = affine_keys(Order(weight), torch.zeros_like(weight[:1]), k)
+    flats = _flats_of(keys.products_of(0), keys.bias, k, m, draws=draws, most=MOST_SETS, seed=seed, smooth=True)
     widths = torch.as_tensor(eps, dtype=torch.float64).reshape(-1)
     laws = log_law(m, weight.shape[1], widths.unsqueeze(1), radius, flats.log_det.unsqueeze(0))
     return (laws + flats.density.log()).logsumexp(1).exp() * flats.scale

@@ -1,14 +1,18 @@
 """Random walks of a token until it flips: bounds for the time, and a simulation.
 
-A token x with the selected set S moves as dX = D dB, B a Brownian motion. It leaves its cell at tau, the first time that a
-key of S meets a key outside S. The difference of two keys is a Brownian motion in one dimension, so that
+A token x with the selected set S moves as dX = mu dt + D dB, B a Brownian motion and mu a drift, which may be 0. It leaves
+its cell at tau, the first time that a key of S meets a key outside S. The difference of two keys is a Brownian motion with
+drift in one dimension, so that
 
-    h_ij = (l_i - l_j) / |D^T (w_i - w_j)|,  i in S, j not in S,  h the smallest of them
-    P(i and j meet before t) = 2 (1 - Phi(h_ij / sqrt t))                                          the reflection principle
-    2 (1 - Phi(h / sqrt t)) <= P(tau <= t) <= min(1, sum over i, j of 2 (1 - Phi(h_ij / sqrt t)))
+    h_ij = (l_i - l_j) / |D^T (w_i - w_j)|,  c_ij = (w_j - w_i).mu / |D^T (w_i - w_j)|,  i in S, j not in S
+    P_ij(t) = P(i and j meet before t) = Phi((c_ij t - h_ij) / sqrt t) + exp(2 c_ij h_ij) Phi(-(c_ij t + h_ij) / sqrt t)
+    max over i, j of P_ij(t) <= P(tau <= t) <= min(1, sum over i, j of P_ij(t))
 
-(Theorem 5.1 of "Geometric and Stochastic Analysis of Discontinuities in Sparse Mixture-of-Experts", whose upper bound is
-k (E - k) times the lower one.) Every walk leaves its cell, at a tie of two experts almost surely: order 1.
+Without drift P_ij = 2 (1 - Phi(h_ij / sqrt t)), the reflection principle, and h, the smallest h_ij, has the largest (Theorem
+5.1 of "Geometric and Stochastic Analysis of Discontinuities in Sparse Mixture-of-Experts", whose upper bound is k (E - k)
+times the lower one). Its appendix A.5 introduces the drift as that of an adversary and proves bounds without it; with it,
+first passages are inverse Gaussian. A walk leaves its cell at a tie of two experts almost surely, order 1. Without drift
+every walk leaves its cell; with a drift away from all ties some never do.
 
 T tokens, E experts, k selected, R walks at the same time
 
@@ -42,9 +46,9 @@ import torch
 from torch import Tensor
 
 from holdfast.errors import require_extra
-from holdfast.geometry.flats import Noise, affine_keys, gram, independent, project
-from holdfast.geometry.ties import MOST_ELEMENTS, check_k, pair_distances, ranks_of
-from holdfast.geometry.volumes import MOST_SETS, legendre_nodes, log_ball, sets_of
+from holdfast.geometry.flats import MOST_ELEMENTS, Noise, affine_keys, gram, independent, project
+from holdfast.geometry.ties import pair_distances, pair_spans, ranks_of
+from holdfast.geometry.volumes import MOST_SETS, cosine_nodes, legendre_nodes, log_ball, sets_of
 from holdfast.routing.declarations import Order
 
 STEP = 1 / 2  # a step lasts (this times h)^2, so that a walk meets at most one boundary in most steps
@@ -59,43 +63,83 @@ class HittingBounds:
 
     times: Tensor  # (n,) or (T,n)
     nearest: Tensor  # (T,): h, the distance of the nearest tie in units of the noise
-    lower: Tensor  # (T,n)
+    lower: Tensor  # (T,n): the largest probability of a pair
     upper: Tensor  # (T,n): the sum over pairs
     coarse: Tensor  # (T,n): the upper bound of the paper
 
 
 @torch.no_grad()
 def hitting_bounds(
-    order: Order, tokens: Tensor, k: int, times: Sequence[float] | Tensor, *, noise: Noise = None
+    order: Order,
+    tokens: Tensor,
+    k: int,
+    times: Sequence[float] | Tensor,
+    *,
+    noise: Noise = None,
+    drift: Tensor | None = None,
 ) -> HittingBounds:
     """Return bounds of P(tau <= t) for `tokens (..., d)` and each of `times (n,)`, or of each token's own `times (T,n)`.
 
     noise   D: a number, (d,) for a diagonal, or (d,d); None is 1. `noise=sigma, times=[t]` is the same as noise of standard
             deviation sigma sqrt(t) that is added little by little
+    drift   mu: (d,), or one for each token in the shape of `tokens`; None is 0
     """
-    keys = affine_keys(order, tokens)
-    check_k(k, keys.experts)
+    keys = affine_keys(order, tokens, k)
     instants = torch.atleast_1d(torch.as_tensor(times, dtype=torch.float64, device=keys.points.device))
     if not (instants > 0).all():
         raise ValueError(f"times are {instants.tolist()}; expected positive numbers.")
     products = keys.products(noise)
-    step = max(1, MOST_ELEMENTS // keys.experts**2)
+    drifts = None if drift is None else drift_of_keys(order, tokens, drift, products)
     by_token, pairs, found = instants.expand(len(keys.points), -1), k * (keys.experts - k), []
-    for start in range(0, max(1, len(keys.points)), step):
-        part, times_of_part = keys.rows(slice(start, start + step)), by_token[start : start + step]
+    for rows, part in keys.parts():
         chosen = ranks_of(part.logits) < k
         across = chosen.unsqueeze(2) & ~chosen.unsqueeze(1)
-        distances = pair_distances(products, part.index, part.logits).where(across, torch.inf).flatten(1)
-        distances = distances.sort(1).values[:, : max(1, pairs)]
-        upper = torch.stack([meets_before(distances, time.unsqueeze(1)).sum(1) for time in times_of_part.t()], dim=1)
-        found.append((distances[:, 0], meets_before(distances[:, :1], times_of_part), upper))
+        distances, towards = pair_distances(products, part.index, part.logits), None
+        if drifts is not None:
+            apart, spans = drifts[rows].unsqueeze(1) - drifts[rows].unsqueeze(2), pair_spans(products)[part.index]
+            towards = (apart / spans).where(spans > 0, 0.0)[across].view(-1, pairs)
+        distances = distances[across].view(-1, pairs)
+        each = [meets_before(distances, time.unsqueeze(1), towards) for time in by_token[rows].t()]
+        lower = torch.stack([_largest(chance, 0.0) for chance in each], 1)
+        found.append((-_largest(-distances, -torch.inf), lower, torch.stack([chance.sum(1) for chance in each], 1)))
     nearest, lower, upper = (torch.cat(each) for each in zip(*found, strict=True))
     return HittingBounds(instants, nearest, lower, upper.clamp_max(1), (pairs * lower).clamp_max(1))
 
 
-def meets_before(distances: Tensor, time: Tensor) -> Tensor:
-    """Return 2 (1 - Phi(h / sqrt t)): the probability that a Brownian motion is at distance h at some time before t."""
-    return torch.special.erfc(distances / (2 * time).sqrt())
+def _largest(values: Tensor, least: float) -> Tensor:
+    """Return the largest value of each row of `values (T,n)`, and at least `least`; n may be 0."""
+    return torch.nn.functional.pad(values, (0, 1), value=least).amax(1)
+
+
+def meets_before(distances: Tensor, time: Tensor, towards: Tensor | None = None) -> Tensor:
+    """Return the probability that a Brownian motion is at distance h at some time before t.
+
+    towards     c: its drift in that direction; None is 0
+    """
+    if towards is None:
+        return torch.special.erfc(distances / (2 * time).sqrt())
+    root = time.sqrt()
+    direct = torch.special.ndtr((towards * time - distances) / root)
+    # exp(2 c h) alone overflows; its product with Phi is at most 1.
+    reflected = (2 * towards * distances + torch.special.log_ndtr(-(towards * time + distances) / root)).exp()
+    return (direct + reflected).where(distances.isfinite(), 0.0).clamp_max(1)
+
+
+def drift_of_keys(order: Order, tokens: Tensor, drift: Tensor, products: Tensor) -> Tensor:
+    """Return (T,E): what a drift `(d,)`, or of the shape of `tokens (..., d)`, adds to the keys per unit of time.
+
+    Raise ValueError if it moves two keys against each other that the noise, with these `products (U,E,E)`, does not.
+    """
+    if not drift.isfinite().all() or tuple(drift.shape) not in (tuple(tokens.shape[-1:]), tuple(tokens.shape)):
+        expected = f"({tokens.shape[-1]},) or the shape of the tokens, {tuple(tokens.shape)}"
+        raise ValueError(f"the drift has shape {tuple(drift.shape)}; expected finite numbers: {expected}.")
+    moved = affine_keys(order, drift.to(tokens.device).expand(tokens.shape))
+    drifts = moved.logits - moved.bias
+    spans = pair_spans(products)
+    still = (spans == 0) & (pair_spans(moved.products()) > 0)
+    if still.any():
+        raise ValueError("a drift needs noise in every direction in which keys differ; give a D that is invertible.")
+    return drifts
 
 
 @final
@@ -113,16 +157,24 @@ class Walks:
 
 @torch.no_grad()
 def simulate_walks(
-    order: Order, tokens: Tensor, k: int, horizon: float | Tensor, *, noise: Noise = None, walks: int = 1, seed: int = 0
+    order: Order,
+    tokens: Tensor,
+    k: int,
+    horizon: float | Tensor,
+    *,
+    noise: Noise = None,
+    drift: Tensor | None = None,
+    walks: int = 1,
+    seed: int = 0,
 ) -> Walks:
     """Simulate `walks` walks of each of `tokens (..., d)` up to the time `horizon`, a number or (T,), or their exits.
 
     A walk moves in the space of keys, E dimensions. A step is short where a boundary is near. Between the two ends of a
     step, the difference of a pair is a Brownian bridge, which meets 0 with probability exp(-2 a b / (s^2 dt)), a and b the
-    differences at the ends and s^2 the variance per unit of time. A step with an exit is halved until one pair meets in it.
+    differences at the ends and s^2 the variance per unit of time; a drift changes the ends only. A step with an exit is
+    halved until one pair meets in it. `noise` and `drift` are those of `hitting_bounds`.
     """
-    keys = affine_keys(order, tokens)
-    check_k(k, keys.experts)
+    keys = affine_keys(order, tokens, k)
     if walks < 1:
         raise ValueError(f"walks is {walks}; expected at least 1.")
     limit = torch.as_tensor(horizon, dtype=torch.float64).expand(len(keys.points))
@@ -133,13 +185,14 @@ def simulate_walks(
     times, orders = torch.full(shape, torch.inf, dtype=torch.float64), torch.zeros(shape, dtype=torch.int64)
     if k < keys.experts:
         products = keys.products(noise)
+        drifts = torch.zeros_like(keys.logits) if drift is None else drift_of_keys(order, tokens, drift, products)
         rows = torch.arange(shape[0]).repeat_interleave(walks)
         step = max(1, MOST_ELEMENTS // (k * (keys.experts - k)))
         for group in range(len(products)):
             members = (keys.index[rows] == group).nonzero().squeeze(1)
             for part in members.split(step):
                 start = rows[part]
-                walking = _Walking(products[group], keys.logits[start], k, limit[start], source)
+                walking = _Walking(products[group], keys.logits[start], drifts[start], k, limit[start], source)
                 times.view(-1)[part], orders.view(-1)[part] = walking.run()
     return Walks(times, orders)
 
@@ -148,23 +201,28 @@ def simulate_walks(
 class _Walking:
     """Walks with the same products of weights. Keys are sorted: the first k columns are the selected experts."""
 
-    def __init__(self, products: Tensor, logits: Tensor, k: int, horizon: Tensor, source: torch.Generator) -> None:
+    def __init__(
+        self, products: Tensor, logits: Tensor, drifts: Tensor, k: int, horizon: Tensor, source: torch.Generator
+    ) -> None:
         self.k, self.horizon, self.source = k, horizon, source
         self.ranked = logits.argsort(dim=1, descending=True, stable=True)
-        self.start = logits.gather(1, self.ranked)
+        self.start, self.drifts = logits.gather(1, self.ranked), drifts.gather(1, self.ranked)
         own = products.diagonal()
         squared = (own.unsqueeze(1) + own.unsqueeze(0) - 2 * products).clamp_min(0)
         values, vectors = torch.linalg.eigh(products)
         self.root = vectors * values.clamp_min(0).sqrt()
         self.squared = squared[self.ranked[:, :k].unsqueeze(2), self.ranked[:, k:].unsqueeze(1)]  # (R,k,E-k)
-        self.shortest = (SHORTEST * self.reach(self.start, self.squared)).square()
+        self.shortest = self.step(SHORTEST, self.start, torch.arange(len(logits)))
 
     def gaps(self, keys: Tensor) -> Tensor:
         return keys[:, : self.k].unsqueeze(2) - keys[:, self.k :].unsqueeze(1)
 
-    def reach(self, keys: Tensor, squared: Tensor) -> Tensor:
-        """Return (R,): h, the distance of the nearest tie in units of the noise."""
-        return (self.gaps(keys) / squared.sqrt()).nan_to_num(nan=torch.inf, posinf=torch.inf).flatten(1).amin(1)
+    def step(self, share: float, keys: Tensor, walks: Tensor) -> Tensor:
+        """Return (n,): the time in which noise moves `walks (n,)` by a share of h, or drift by a share of its way."""
+        gaps, towards = self.gaps(keys), -self.gaps(self.drifts[walks])
+        reach = (gaps / self.squared[walks].sqrt()).nan_to_num(nan=torch.inf, posinf=torch.inf)
+        by_drift = (gaps / towards).where(towards > 0, torch.inf)
+        return (share * reach.flatten(1).amin(1)).square().minimum(share * by_drift.flatten(1).amin(1))
 
     def noise(self, walks: Tensor) -> Tensor:
         """Return Gaussian increments (n,E) of the keys per unit of time, in the order of each walk's ranking."""
@@ -188,8 +246,8 @@ class _Walking:
         while len(alive):
             squared, start = self.squared[alive], keys[alive]
             left = self.horizon[alive] - clock[alive]
-            length = (STEP * self.reach(start, squared)).square().maximum(self.shortest[alive]).minimum(left)
-            end = start + length.sqrt().unsqueeze(1) * self.noise(alive)
+            length = self.step(STEP, start, alive).maximum(self.shortest[alive]).minimum(left)
+            end = start + length.unsqueeze(1) * self.drifts[alive] + length.sqrt().unsqueeze(1) * self.noise(alive)
             met = self.met(start, end, length, squared)
             out = met.flatten(1).any(1)
             exits.append((alive[out], start[out], end[out], clock[alive[out]], length[out], met[out]))
@@ -224,9 +282,8 @@ class _Walking:
             start[two], met[two], length[two] = middle[in_second], second[in_second], half[in_second]
             time[two] += half[in_second]
         pair = met.flatten(1).double().argmax(1, keepdim=True)
-        before, after, squared = (
-            each.flatten(1).gather(1, pair).squeeze(1) for each in (self.gaps(start), self.gaps(end), self.squared[walks])
-        )
+        of_pairs = self.gaps(start), self.gaps(end), self.squared[walks]
+        before, after, squared = (each.flatten(1).gather(1, pair).squeeze(1) for each in of_pairs)
         return time + self._meeting_time(before, after.abs(), squared, length), order_of(met)
 
     def _meeting_time(self, before: Tensor, after: Tensor, squared: Tensor, length: Tensor) -> Tensor:
@@ -283,11 +340,7 @@ def probability_within(m: int, delta: Tensor, eps: float, deviation: Tensor) -> 
     low, high = (-eps - delta) / deviation, (eps - delta) / deviation
     if m == 1:
         return (torch.special.ndtr(high) - torch.special.ndtr(low)).clamp_min(0)
-    nodes, weights = legendre_nodes(CHI_NODES)
-    low, high = (bound.clamp(-WIDEST, WIDEST).unsqueeze(-1) for bound in (low, high))
-    angle = math.pi / 2 * (nodes + 1)
-    along = low + (high - low) * (1 - angle.cos()) / 2
-    step = (high - low) * math.pi / 4 * angle.sin() * weights
+    along, step = cosine_nodes(low.clamp(-WIDEST, WIDEST), high.clamp(-WIDEST, WIDEST), CHI_NODES)
     delta, deviation = torch.broadcast_tensors(delta, deviation)
     rest = ((eps / deviation.unsqueeze(-1)).square() - (delta / deviation).unsqueeze(-1).add(along).square()).clamp_min(0)
     inside = torch.special.gammainc(torch.full_like(rest, (m - 1) / 2), rest / 2)
@@ -370,8 +423,7 @@ def occupation_times(
     noise   D of the diffusion: a number gives exact times near each flat, a matrix the bound
     bound   the bound for isotropic noise too
     """
-    keys = affine_keys(order, tokens)
-    check_k(k, keys.experts)
+    keys = affine_keys(order, tokens, k)
     isotropic = noise is None or isinstance(noise, float | int)
     exact = isotropic and not bound
     if k == keys.experts or not 1 <= m < keys.experts:

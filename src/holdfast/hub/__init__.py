@@ -1,11 +1,12 @@
 """Hugging Face models: put routers into them, trace them, save and load them."""
 
 from holdfast.hub.checkpoint import load as load
-from holdfast.hub.checkpoint import register as register_auto_classes
 from holdfast.hub.checkpoint import save as save
 from holdfast.hub.convert import reroute as reroute
 from holdfast.hub.convert import restore as restore
+from holdfast.hub.convert import set_teacher as set_teacher
 from holdfast.hub.convert import sparsify as sparsify
+from holdfast.hub.disabling import disable as disable
 from holdfast.hub.engines import calibrate as calibrate
 from holdfast.hub.engines import router_loss_scale as router_loss_scale
 from holdfast.hub.engines import shard_experts as shard_experts
@@ -21,5 +22,3 @@ from holdfast.hub.tracing import Trace as Trace
 from holdfast.hub.tracing import has_routers as has_routers
 from holdfast.hub.tracing import router_calls as router_calls
 from holdfast.hub.tracing import trace as trace
-
-register_auto_classes()

@@ -94,10 +94,7 @@ class SavesRouterState:
         is_sharded = any(hasattr(weight, "device_mesh") for weight in self.parameters())  # type: ignore[attr-defined]
         on_meta = is_sharded and any(buffer.is_meta for part in parts for buffer in part.buffers())
         if on_meta and os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "").lower() == "true":
-            raise ValueError(
-                "accelerate cannot send the state of routers to the other ranks: set cpu_ram_efficient_loading to false in "
-                "the settings of FSDP."
-            )
+            raise ValueError("accelerate cannot send router state to other ranks: set cpu_ram_efficient_loading to false.")
         return super().state_dict(*arguments, **options)  # type: ignore[misc]
 
     def load_adapter(self, peft_model_id: Any = None, *arguments: Any, **options: Any) -> Any:
@@ -120,10 +117,9 @@ def add_router_state(model: Any) -> None:
     if "peft_config" in model.__dict__ and ROUTER_STATE not in model._modules:
         from peft.utils import AuxiliaryTrainingWrapper
 
+        # Before all others, so that it raises before PEFT changes anything.
         first = {ROUTER_STATE: with_mixin(AuxiliaryTrainingWrapper, RouterState)(model)}
-        others = dict(model._modules)
-        model._modules.clear()
-        model._modules.update({**first, **others})  # before all others, so that it raises before PEFT changes anything
+        model.__dict__["_modules"] = {**first, **model._modules}
 
 
 def active_module(module: Any) -> Any:
@@ -181,8 +177,7 @@ class RouterState:
 
     def check_set_adapter(self, adapter_name: str | list[str]) -> str | None:
         """Return the adapter that `set_adapter` would activate."""
-        names = [adapter_name] if isinstance(adapter_name, str) else adapter_name
-        return names[0] if names else None
+        return next(iter([adapter_name] if isinstance(adapter_name, str) else adapter_name), None)
 
     def set_adapter(self, adapter_names: str | list[str], inference_mode: bool = False) -> None:
         """Make an adapter the active one: PEFT calls this for each of its modules."""
@@ -219,12 +214,14 @@ class RouterState:
         """Return what is saved with an adapter. Names get / for dots: PEFT searches dotted names for adapter names."""
         before = self.current
         self._switch(adapter_name)
-        for _, router in self._routers():
-            for part in router.modules():
-                if isinstance(part, StatefulPart):
-                    part.commit()
-        tensors = _copies_of({**self._buffers_of_routers(), **self._parameters_of_routers()})
-        self._switch(before)
+        try:
+            for _, router in self._routers():
+                for part in router.modules():
+                    if isinstance(part, StatefulPart):
+                        part.commit()
+            tensors = _copies_of({**self._buffers_of_routers(), **self._parameters_of_routers()})
+        finally:
+            self._switch(before)
         return {name.replace(".", "/"): tensor for name, tensor in tensors.items()}
 
     def adapter_state_dict_load_map(self, adapter_name: str) -> dict[str, str]:
@@ -235,8 +232,8 @@ class RouterState:
     def _load_from_state_dict(self, state_dict: State, prefix: str, *rest: Any) -> None:
         """Load an adapter's state into the routers, or store it while another adapter is active."""
         adapter, self.expected = self.expected, None
-        marked = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
-        given = {name.replace("/", "."): value for name, value in marked.items()}
+        marked = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
+        given = {key.removeprefix(prefix).replace("/", "."): value for key, value in marked.items()}
         buffers, parameters = self._buffers_of_routers(), self._parameters_of_routers()
         own = {**buffers, **parameters}
         if not given:
@@ -283,9 +280,8 @@ class RouterState:
         _copy_into(buffers, self.states.get(adapter, self.states[None]))
         outgoing = self.own_parameters.get(self.current, {}).keys()
         incoming = self.own_parameters.get(adapter, {}) if adapter is not None else {}
-        _copy_into(
-            parameters, {name: incoming.get(name, self.own_parameters[None][name]) for name in {*outgoing, *incoming}}
-        )
+        names = {*outgoing, *incoming}
+        _copy_into(parameters, {name: incoming.get(name, self.own_parameters[None][name]) for name in names})
         self.current = adapter
 
     def _routers(self) -> Iterator[tuple[str, Router]]:

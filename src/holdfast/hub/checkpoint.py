@@ -2,8 +2,8 @@
 
 A folder is a Hugging Face folder (config, safetensors, generation config) that also describes routers and holds their state.
 
-`register` makes transformers open such folders after `import holdfast`. It adds four entries to transformers' registries,
-each when the module of that registry is imported (`REGISTRIES`): `import holdfast` does not import transformers.
+After `import holdfast`, transformers opens such folders: it has four entries of ours in its registries (`REGISTRIES`), each
+added when the module of that registry is imported (holdfast/registration.py).
 
     AutoConfig       the model type of our folders gives the config of the changed model (`FolderConfig`)
     Auto classes     such a config gives the changed model (`register_models`, model_classes.py)
@@ -16,20 +16,18 @@ each when the module of that registry is imported (`REGISTRIES`): `import holdfa
 
 import inspect
 import os
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from holdfast.errors import unknown_name
+from holdfast.errors import require_known
+from holdfast.files import recover_folder, replace_folder
 from holdfast.hub.adapters import with_mixin
-from holdfast.hub.engines import callback_class, is_sharded, on_first_rank, without_transformers_gather
+from holdfast.hub.engines import callback_class, is_sharded, on_first_rank
 from holdfast.hub.folder_files import (
     CODE,
+    IMPLEMENTATIONS,
     MODEL_TYPE,
     NEEDS_HOLDFAST,
     QUANT_METHOD,
@@ -61,7 +59,6 @@ from holdfast.hub.model_classes import (
 )
 from holdfast.layers import name_layers
 from holdfast.model_size import require_sane_numbers, require_sane_size, require_sane_top_k
-from holdfast.replacing import recover_folder, replace_folder
 
 if TYPE_CHECKING:
     from torch import nn
@@ -91,9 +88,8 @@ def save(
             raise ValueError(f"this {kind} wraps the model; save the one inside, model.module.")
         raise ValueError(f"{kind} is not a Hugging Face model: it has no save_pretrained.")
     known = set(inspect.signature(PreTrainedModel.save_pretrained).parameters) - NOT_FOR_SAVE
-    for name in options:
-        if name not in known:  # `save_pretrained` would ignore it without an error
-            raise ValueError(unknown_name("option of save_pretrained", name, sorted(known)))
+    for name in options:  # `save_pretrained` would ignore an unknown one without an error
+        require_known("option of save_pretrained", name, known)
     given, target = Path(path), Path(path).resolve()  # the given path may be a link to the folder
     if not is_sharded(model):
         _require_free(target, force)
@@ -104,9 +100,15 @@ def save(
 
     # Full weights on the first rank, and {} on the others. Every rank must call it.
     state = dict(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)))
-    with without_transformers_gather(model):
-        whole = {"state_dict": state, "save_original_format": True, **options}
+    whole = {"state_dict": state, "save_original_format": True, **options}
+    config: Any = model.config
+    # Only the first rank calls `save_pretrained`, which must not gather weights: it would wait for the other ranks for ever.
+    plan = config.__dict__.pop("distributed_config", None)
+    try:
         on_first_rank(lambda: _write(model, target, tokenizer, whole))
+    finally:
+        if plan is not None:
+            config.distributed_config = plan
     return given
 
 
@@ -276,9 +278,8 @@ class AppliesChanges:
         for name in ("_attn_implementation", "_experts_implementation"):
             if "/" in str(getattr(config, name, "")):
                 raise ValueError(f"{getattr(config, name)} is a kernel to download; open this folder with holdfast.load.")
-        for name in CODE:
-            if "_implementation" not in name:
-                config.__dict__.pop(name, None)
+        for name in {*CODE} - {*IMPLEMENTATIONS}:
+            config.__dict__.pop(name, None)
         return config
 
     update_tp_plan = update_attn_implementation  # the name that transformers 5.17 calls
@@ -323,11 +324,6 @@ def _register_config(module: ModuleType) -> None:
     module.AutoConfig.register(MODEL_TYPE, kind, exist_ok=True)
 
 
-def _register_all_models(module: ModuleType) -> None:
-    for config in list(modified_configs):
-        register_models(config)
-
-
 def _register_quantizer(module: ModuleType) -> None:
     from transformers.quantizers.base import HfQuantizer
     from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -342,43 +338,9 @@ def _register_callback(module: ModuleType) -> None:
         module.DEFAULT_CALLBACKS.append(callback_class())
 
 
-REGISTRIES: dict[str, Callable[[ModuleType], None]] = {
+REGISTRIES: dict[str, Callable[[ModuleType], object]] = {
     "transformers.models.auto.configuration_auto": _register_config,
-    "transformers.models.auto.modeling_auto": _register_all_models,
+    "transformers.models.auto.modeling_auto": lambda module: list(map(register_models, [*modified_configs])),
     "transformers.quantizers.auto": _register_quantizer,
     "transformers.trainer": _register_callback,
 }
-
-
-def register() -> None:
-    """Add our entries to the registries of transformers that are imported, and to the others when they are."""
-    for name, add_entry in REGISTRIES.items():
-        module = sys.modules.get(name)
-        if module is not None:
-            add_entry(module)
-    if not any(isinstance(finder, _RegistryFinder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _RegistryFinder())
-
-
-class _RegistryFinder(MetaPathFinder):
-    """Import finder that finds a registry's module as the other finders do, and makes its loader add our entry."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname not in REGISTRIES:
-            return None
-        for finder in sys.meta_path:
-            spec = None if finder is self else finder.find_spec(fullname, path, target)
-            if spec is not None:
-                loader: Any = spec.loader
-                loader.exec_module = partial(_run_and_register, loader)
-                return spec
-        return None
-
-
-def _run_and_register(loader: Any, module: ModuleType) -> None:
-    """Run a module with its loader, then add our entry to its registry."""
-    del loader.exec_module  # this function; the loader has its own again
-    loader.exec_module(module)
-    REGISTRIES[module.__name__](module)

@@ -40,6 +40,7 @@ from torch import Tensor, nn
 from holdfast.hub.forwards import Forward, ForwardHooks, PerThread, modality_of
 from holdfast.hub.replacements import ATTENTION, as_linear, override_config, restore_config
 from holdfast.kernels.torch_internals import is_recomputing
+from holdfast.layers.losses import Losses
 from holdfast.routing import Attention, Context, Previous, Router, RouterCache, Routing, VisibleTokens
 from holdfast.routing.cache import (
     ROUTER_NUMBERS,
@@ -116,6 +117,8 @@ class _Captured:
 
     shape: torch.Size | None = None  # (B,N) of the attention's input, until the gate has read it
     tokens: int | None = None  # how many the gate got
+    factors: Tensor | None = None  # (E,), by which the gradients of the layer's experts are multiplied
+    token_mask: Tensor | None = None  # (B,N) of the gate's tokens
     attention: CapturedAttention = field(default_factory=CapturedAttention)
     routed: Previous | None = None  # the layer's own tokens and routing, for the next MoE layer
     pending: "weakref.ref[_PendingBackward] | None" = None  # the forward that a backward with checkpointing will recompute
@@ -154,13 +157,10 @@ class ContextCapture:
         traits, training_traits = (Traits(), Traits()) if router is None else (router.traits, router.training_traits)
         self.sequence_aware, is_causal = traits.sequence_aware, layer_modules.causal
         # SoftMoE and SMEAR mix all tokens of a row, whichever of them the attention lets see each other.
-        self.mixes_row = any(
-            part.traits.sequence_aware and not {"attention", "attention.mask"} & {*part.reads} for part in parts
-        )
+        aware = [part for part in parts if part.traits.sequence_aware]
+        self.mixes_row = any(not {"attention", "attention.mask"} & {*part.reads} for part in aware)
         self._mask_was_read = False
-        self.static_rows = self.sequence_aware and all(
-            part.declares.static_rows for part in parts if part.traits.sequence_aware
-        )
+        self.static_rows = self.sequence_aware and all(part.declares.static_rows for part in aware)
         self.reads_attention = "attention" in reads and not layer_modules.windowed
         self.reads_mask = self.reads_attention or ("attention.mask" in reads and not layer_modules.windowed)
         self.reads_projection = "attention.projection" in reads
@@ -178,7 +178,7 @@ class ContextCapture:
         self.router_number = next(ROUTER_NUMBERS)
         self._thread = PerThread(_Captured)
         self._latest_routed: Previous | None = None  # of any thread: on a GPU, the backward runs in another thread
-        self._recomputation_reads_state = self.reads_previous or any(isinstance(part, StatefulPart) for part in parts)
+        self._recomputation_reads_state = self.reads_more or any(isinstance(part, StatefulPart) for part in parts)
         if self.reads_previous and previous is not None:
             previous.is_read_by_next = True
             previous._add_hook()
@@ -234,6 +234,11 @@ class ContextCapture:
         return self._thread.current.routed
 
     @property
+    def token_mask(self) -> Tensor | None:
+        """Return the mask (B,N) of the tokens that the gate has routed last, in training."""
+        return self._thread.current.token_mask
+
+    @property
     def is_training(self) -> bool:
         """Whether the router is in training mode; the rest of the model may be in another mode."""
         return (self.layer_modules.block if self.router is None else self.router).training
@@ -252,13 +257,22 @@ class ContextCapture:
         """Whether the routing of the family's own gate is read in this forward, or replaced by a recorded one."""
         forward = self.forwards.forward
         is_requested = forward.wants_router_logits or forward.routes is not None
-        return self.is_read_by_next or is_requested or self._is_pending
+        return self.is_read_by_next or is_requested or self._is_pending or forward.view is not None
 
     def most_rows(self, tokens: int) -> int | None:
         """Return how many slots of the layer's tokens have an expert at most; None if all may, or these are other tokens."""
         if self.router is None or self._replayed(self.forwards.forward) is not None:
             return None
         return self.router.select.most_rows(tokens) if self._thread.current.tokens in (None, tokens) else None
+
+    @property
+    def gradient_factors(self) -> Tensor | None:
+        """The factors (E,) of the gradients of the layer's experts in this forward; None: they stay."""
+        return self._thread.current.factors
+
+    @gradient_factors.setter
+    def gradient_factors(self, factors: Tensor | None) -> None:
+        self._thread.current.factors = factors
 
     def prepare(self, hidden: Tensor, router: Router | None) -> tuple[Tensor, Context]:
         """Return a layer's input as (B,N,d), and what its router may read. What was captured is forgotten, to free memory.
@@ -303,11 +317,11 @@ class ContextCapture:
     def _build_context(self, tokens: Tensor, forward: Forward) -> Context:
         """Return what the router may read of `tokens (B,N,d)`."""
         if self._will_be_recomputed(forward) and self._is_pending:
-            # The recomputation of the first forward would read router state, previous routing and routes of the second.
+            # The recomputation of the first forward would read state, previous routing, ids and routes of the second.
             raise ValueError(
                 "gradient checkpointing with this router allows one forward before each backward, and this is the second: "
-                "switch gradient checkpointing off, put the batches into one forward, or use a router without state and no "
-                "recorded routes."
+                "switch gradient checkpointing off, put the batches into one forward, or use a router that reads its token "
+                "alone and no recorded routes."
             )
         captured, self._thread.current.attention = self._thread.current.attention, CapturedAttention()
         fields, length = self._read_beside_tokens(forward), tokens.shape[1]
@@ -347,21 +361,23 @@ class ContextCapture:
         weights = routing.weights if weights is None else weights
         if not (self.is_read_by_next or routing.losses) and self.forwards.thread.current.is_plain:
             return weights
-        forward = self.forwards.forward
+        forward, captured = self.forwards.forward, self._thread.current
+        if isinstance(losses, Losses) and losses.reads_experts:
+            captured.token_mask = context.token_mask
         if self.is_read_by_next:
-            captured = self._thread.current
             captured.routed = Previous(tokens.detach(), routing.map_tokens(Tensor.detach))
             if forward.may_have_backward:
                 self._latest_routed = captured.routed
         weights = self.forwards.collector.collect(routing, weights, losses, context.token_mask, self.k, forward)
-        if weights.requires_grad and self._will_be_recomputed(forward):
+        trained = weights if weights.requires_grad else tokens  # the weights of `hash` have no gradient
+        if trained.requires_grad and self._will_be_recomputed(forward):
             pending = _PendingBackward()
             self._thread.current.pending = weakref.ref(pending)  # the graph keeps it alive, through its hook
-            weights.register_hook(pending.finish)
+            trained.register_hook(pending.finish)
         return weights
 
     def _will_be_recomputed(self, forward: Forward) -> bool:
-        """Whether a backward will run this layer again, and the result depends on state or on the previous routing."""
+        """Whether a backward will run this layer again, and the result depends on more than the layer's tokens."""
         return (
             self.is_training
             and (self._recomputation_reads_state or forward.routes is not None or self._is_pending)
@@ -397,7 +413,7 @@ class ContextCapture:
         if inputs and inputs[0].dim() == 3 and not self.layer_modules.windowed:
             self._thread.current.shape = inputs[0].shape[:-1]
 
-    def _capture_arguments(self, attention: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
+    def _capture_arguments(self, attention: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Capture shape, mask and KV cache of the attention. Raise ValueError if the router cannot separate sequences."""
         captured, hidden = self._thread.current, inputs[0] if inputs else options.get("hidden_states")
         # Some layers flatten tokens to (T,d) after the attention.
@@ -417,7 +433,9 @@ class ContextCapture:
             has_state = self.layer_modules.recurrent and has_recurrent_state(attention, states)
             kv_cache = None if self.layer_modules.recurrent else kv_cache
             captured.attention = CapturedAttention(mask, kv_cache, has_state)
-            if self.static_rows and kv_cache is not None and has_static_length(self._cache_layer(kv_cache)):
+            # A cache that was made without a config has no layers before their first tokens.
+            is_made = self.static_rows and kv_cache is not None and attention.layer_idx < len(kv_cache.layers)
+            if is_made and has_static_length(self._cache_layer(kv_cache)):
                 prepare_static_rows(self._cache_layer(kv_cache))
         if self.reads_attention and self._projection is not self.layer_modules.projection:
             self._projection_hook.remove()

@@ -9,11 +9,12 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Literal, TypeVar
 
+import torch
 from torch import nn
 
-from holdfast.errors import unknown_name
+from holdfast.errors import require_known, unknown_name
 from holdfast.hub.adapters import active_module
-from holdfast.hub.families import DenseLayer, dense_weights, initial_std
+from holdfast.hub.families import DenseLayer, dense_weights, initial_std, without_dropout
 from holdfast.hub.folder_files import unmark_dequantised
 from holdfast.hub.install import (
     hooks_of,
@@ -29,12 +30,12 @@ from holdfast.hub.model_classes import install_hooks_and_classes
 from holdfast.hub.replacements import SparseLayer, gate_weight, uninstall_gate
 from holdfast.hub.specs import NATIVE, NOT_A_ROUTER, LayerSpec, reads
 from holdfast.kernels.quantised import is_quantised
+from holdfast.layers.expert_losses import Teacher
 from holdfast.layers.losses import Losses
-from holdfast.layers.upcycling import fill_experts, fill_shared
+from holdfast.layers.upcycling import DenseTeacher, fill_experts, fill_shared
 from holdfast.routing.declarations import LayerKind
 from holdfast.routing.grammar import split_options
-from holdfast.routing.layer_names import LayerRouter, has_layers, resolve_layers, routers_by_layer
-from holdfast.routing.presets import REGISTRY
+from holdfast.routing.presets import REGISTRY, LayerRouter, has_layers, resolve_layers, routers_by_layer
 
 Layers = str | Sequence[int]
 DEFAULT_K = 2  # experts per token of a layer that sparsify makes
@@ -74,9 +75,8 @@ def reroute(
     unmark_dequantised(model)
     found = moe_layers(model)
     indices = choose_layers(layers, len(found))
-    wanted = {
-        found[index].name: one for index, one in zip(indices, routers_by_layer(routers, len(indices)), strict=True) if one
-    }
+    pairs = zip(indices, routers_by_layer(routers, len(indices)), strict=True)
+    wanted = {found[index].name: one for index, one in pairs if one}
     chosen = [moe_layer for moe_layer in found if moe_layer.name in wanted]
     kinds = {layer.router.select.layer_kind for layer in chosen if layer.router is not None}
     kinds |= {REGISTRY.layer_kind(one.router) for one in routers if one.router != NATIVE}
@@ -96,8 +96,8 @@ def reroute(
     for moe_layer in chosen:
         if isinstance(moe_layer.block, SparseLayer) and moe_layer.block.__dict__["former"] is None:
             moe_layer.block.__dict__["former"] = former[moe_layer.name]
-    order = {moe_layer.name: index for index, moe_layer in enumerate(found)}
-    install_hooks_and_classes(model, found, dict(sorted({**specs, **changed}.items(), key=lambda entry: order[entry[0]])))
+    specs |= changed
+    install_hooks_and_classes(model, found, {layer.name: specs[layer.name] for layer in found if layer.name in specs})
     mark_modified(model)
     return model
 
@@ -117,6 +117,24 @@ def set_losses(model: Model, losses: Losses) -> Model:
     return model
 
 
+def set_teacher(model: Model, teacher: Teacher | Mapping[str, Teacher]) -> Model:
+    """Give the MoE layers of a model a teacher for the loss distillation, in place of any other.
+
+    teacher   a function from the tokens (T,d) that experts get to (T,d), which is called without gradients; or one for each
+              layer, by the layer's name. Place its tensors on the layer's device; it is not saved with the model
+    """
+    found = {moe_layer.name: moe_layer.block for moe_layer in moe_layers(model)}
+    by_layer = teacher if isinstance(teacher, Mapping) else dict.fromkeys(found, teacher)
+    for name in by_layer:
+        require_known("MoE layer", name, found)
+    for name, given in by_layer.items():
+        if not callable(given):
+            raise ValueError(f"the teacher of {name} is {given!r}; expected a function of tokens (T,d).")
+        found[name]._modules.pop("teacher", None)
+        found[name].__dict__["teacher"] = given  # not a submodule: it is neither trained nor saved
+    return model
+
+
 def _changed_specs(
     model: Any, found: list[MoELayerRef], wanted: Mapping[str, LayerRouter], losses: Losses | None
 ) -> dict[str, LayerSpec]:
@@ -130,12 +148,9 @@ def _changed_specs(
             one = wanted.get(layer.name, LayerRouter(NATIVE))
             changed[layer.name] = _spec(layer, specs.get(layer.name), one, losses, balance)
     for before, layer in pairwise(found):  # the layer before one that reads it must record its routing
-        if (
-            layer.name in changed
-            and reads(changed[layer.name].router, "previous")
-            and before.name not in {**specs, **changed}
-        ):
-            changed[before.name] = LayerSpec(NATIVE, _native_k(before))
+        reads_before = layer.name in changed and reads(changed[layer.name].router, "previous")
+        if reads_before and before.name not in {**specs, **changed}:
+            changed[before.name] = LayerSpec(NATIVE, int(before.gate.top_k))
     return changed
 
 
@@ -147,12 +162,22 @@ def restore(model: Model) -> Model:
     found = moe_layers(model)
     _require_no_copies(found)
     if found[0].family is None:
-        return _restore_sparse(model, found)
+        blocks = [moe_layer.block for moe_layer in found if isinstance(moe_layer.block, SparseLayer)]
+        if not any(block.__dict__["former"] for block in blocks):
+            raise ValueError("nothing to restore: sparsify made these layers, and the dense layers were not kept.")
+        specs = specs_of(model)
+        for moe_layer, block in zip(found, blocks, strict=True):
+            if block.__dict__["former"] is not None:
+                block.router, specs[moe_layer.name] = block.__dict__["former"]
+                block.__dict__["former"] = None
+        install_hooks_and_classes(model, found, specs)
+        return model
     for moe_layer in found:
         if moe_layer.name in current.specs:
             if hasattr(moe_layer.gate, "was_trained"):
                 set_gate_trainable(moe_layer.gate, True)
             uninstall_gate(moe_layer.gate)
+            moe_layer.block.__dict__.pop("teacher", None)
     install_hooks_and_classes(model, found, {})
     mark_modified(model, False)
     return model
@@ -164,22 +189,7 @@ def _require_no_copies(found: list[MoELayerRef]) -> None:
         path = "router" if moe_layer.family is None else moe_layer.family.gate
         gate = moe_layer.block.get_submodule(path)
         if active_module(gate) is not gate:
-            raise ValueError(
-                f"{moe_layer.name}: PEFT has copies of its gate (modules_to_save); change the model before wrapping it."
-            )
-
-
-def _restore_sparse(model: Model, found: list[MoELayerRef]) -> Model:
-    blocks = [moe_layer.block for moe_layer in found if isinstance(moe_layer.block, SparseLayer)]
-    if not any(block.__dict__["former"] for block in blocks):
-        raise ValueError("nothing to restore: sparsify made these layers, and the dense layers were not kept.")
-    specs = specs_of(model)
-    for moe_layer, block in zip(found, blocks, strict=True):
-        if block.__dict__["former"] is not None:
-            block.router, specs[moe_layer.name] = block.__dict__["former"]
-            block.__dict__["former"] = None
-    install_hooks_and_classes(model, found, specs)
-    return model
+            raise ValueError(f"{moe_layer.name}: PEFT has copies of its gate (modules_to_save); change it before wrapping.")
 
 
 def _spec(
@@ -190,26 +200,16 @@ def _spec(
         assert current is not None
         if router == NATIVE:
             raise ValueError("a sparsified model has no native router; name one of holdfast.list_routers().")
-        return replace(
-            current,
-            router=router,
-            k=current.k if k is None else k,
-            options=options,
-            losses=current.losses if losses is None else losses,
-            pretrained=True,
-            # The rule by which the experts are weighted now; a selector may have none.
-            weights=moe_layer.block.router.select.declares.weights_option or current.weights or "softmax",
-        )
-    own = _native_k(moe_layer)
+        # The rule by which the experts are weighted now; a selector may have none.
+        weights = moe_layer.block.router.select.declares.weights_option or current.weights or "softmax"
+        k, losses = current.k if k is None else k, current.losses if losses is None else losses
+        return replace(current, router=router, k=k, options=options, losses=losses, pretrained=True, weights=weights)
+    own = int(moe_layer.gate.top_k)
     if router == NATIVE and k not in (None, own):
         raise ValueError(f"the native router of this model takes k = {own}; for another k, use 'smoe'.")
     # At a balanced load the model's own loss is k, and ours is 1.
     losses = Losses(balance=balance * own) if balance else losses
     return LayerSpec(router, own if k is None else k, options, losses)
-
-
-def _native_k(moe_layer: MoELayerRef) -> int:
-    return int(moe_layer.gate.top_k)
 
 
 def sparsify(
@@ -243,7 +243,8 @@ def sparsify(
                 expert then starts as a copy too, others are random, and all of them have output projections of 0.
                 "random" starts with random weights
     noise       added to copied weights, relative to their standard deviation, so that experts differ from the start
-    losses      what routers add to `outputs.loss` in training
+    losses      what routers and layers add to `outputs.loss` in training. With `distillation` and init="copy" each layer
+                keeps its dense network, frozen, as the teacher of its experts (`holdfast.set_teacher`)
     router      a name of `holdfast.list_routers()`, or several joined by +, optionally with options in brackets. Layers may
                 follow a router, and | joins routers for different layers: "ac@1,3,5", "similarity@even|attention@odd". They
                 are indices among the layers that become sparse; a layer that no router is for has "smoe"
@@ -256,8 +257,7 @@ def sparsify(
     routers = resolve_layers(_with_layer(router, layer), options, k=k, native=True)
     for one in routers:
         require_modalities(model, one.router)
-    if init not in ("copy", "random"):
-        raise ValueError(unknown_name("init", init, ("copy", "random")))
+    require_known("init", init, ("copy", "random"))
     if noise < 0 or (noise and init != "copy"):
         raise ValueError(f"noise is {noise} with init={init!r}; it is added to copied weights and cannot be negative.")
     if hidden is not None and hidden < 1:
@@ -273,8 +273,8 @@ def sparsify(
         _require_sparsifiable(dense, hidden, init)
     copied = init == "copy"
     # The sum over copies equals the dense network only with weights that sum to 1.
-    weights: Literal["softmax"] | None = "softmax" if copied else None
-    plain = LayerSpec("smoe", DEFAULT_K if k is None else k, {}, losses, copied, experts, hidden, weights, shared)
+    rule: Literal["softmax"] | None = "softmax" if copied else None
+    plain = LayerSpec("smoe", DEFAULT_K if k is None else k, {}, losses, copied, experts, hidden, rule, shared)
     targets = {dense.name: dense for dense in chosen}
     weights_of = {name: dense_weights(dense) if init == "copy" else None for name, dense in targets.items()}
     specs = sparse_specs(list(targets), routers, plain)
@@ -282,7 +282,10 @@ def sparsify(
         std = initial_std(targets[name].config)
         if sparse.shared is not None:
             fill_shared(sparse.shared, weights_of[name], std)
-        fill_experts(sparse.experts, weights_of.pop(name), noise, std)
+        weights = weights_of.pop(name)
+        fill_experts(sparse.experts, weights, noise, std)
+        if weights is not None and losses is not None and losses.distillation:
+            sparse.teacher = DenseTeacher(weights, without_dropout(sparse.experts.activation))
     install_hooks_and_classes(model, moe_layers(model), specs)
     mark_modified(model)
     return model
@@ -318,9 +321,7 @@ def _require_sparsifiable(dense: DenseLayer, hidden: int | None, init: str) -> N
     if getattr(config, "chunk_size_feed_forward", 0):
         raise ValueError("config.chunk_size_feed_forward cuts sequences before the feed-forward network; set it to 0 first.")
     if dropout is not None and getattr(config, dropout):
-        raise ValueError(
-            f"config.{dropout} is {getattr(config, dropout)}; experts have no dropout inside, so load the model with 0."
-        )
+        raise ValueError(f"config.{dropout} is {getattr(config, dropout)}; experts have no dropout inside: load it with 0.")
     for path in (*dense.family.up, dense.family.down):
         linear: Any = dense.layer.get_submodule(path)
         weight = getattr(linear, "weight", None)
@@ -330,7 +331,8 @@ def _require_sparsifiable(dense: DenseLayer, hidden: int | None, init: str) -> N
                 "unquantised weights; sparsify the model before quantising it."
             )
     weights = dense_weights(dense)
-    for weight in weights.values():
+    has_values = torch.get_default_device().type != "meta"  # a plan has none
+    for weight in weights.values() if has_values else ():
         if weight.is_meta:
             raise ValueError(f"{name}: its weights are not in memory (offloaded); load the model without offloading first.")
         if not bool(weight.isfinite().all()):
@@ -344,8 +346,7 @@ def _require_sparsifiable(dense: DenseLayer, hidden: int | None, init: str) -> N
 
 def _with_layer(router: str, layer: LayerKind) -> str:
     """Return the router name for a kind of layer: `layer="soft"` adds the name "softmoe"."""
-    if layer not in LAYER_ROUTERS:
-        raise ValueError(unknown_name("layer", layer, LAYER_ROUTERS))
+    require_known("layer", layer, LAYER_ROUTERS)
     name = LAYER_ROUTERS[layer]
     if name is None or router == NATIVE:
         return router
@@ -373,9 +374,7 @@ def choose_layers(layers: Layers, count: int) -> list[int]:
         return list(range(1, count, 2)) or [0]
     kind, _, number = layers.partition(":")
     if kind != "last":
-        raise ValueError(
-            f"{unknown_name('choice of layers', layers, ('all', 'alternate', 'last:2'))[:-1]}, or a list of indices."
-        )
+        raise ValueError(f"{unknown_name('choice of layers', layers, ('all', 'alternate', 'last:2'))[:-1]}, or indices.")
     if not number.isdigit() or not 1 <= int(number) <= count:
         raise ValueError(f"layers is {layers!r}; the model has {count}, so it must be last:1 to last:{count}.")
     return list(range(count - int(number), count))
@@ -384,7 +383,4 @@ def choose_layers(layers: Layers, count: int) -> list[int]:
 def require_unwrapped(model: Any) -> None:
     """Raise ValueError for a wrapper (PEFT's): changes put on it would be lost when it is removed."""
     if hasattr(model, "get_base_model"):
-        raise ValueError(
-            f"this {type(model).__name__} wraps the model; change the one inside, model.get_base_model(), or change it "
-            "before wrapping."
-        )
+        raise ValueError(f"this {type(model).__name__} wraps the model; change model.get_base_model() instead.")

@@ -46,9 +46,7 @@ def shard_experts(model: Any, mesh: "DeviceMesh") -> Any:
     _require_usable_mesh(model, mesh)
     for module in model.modules():
         if isinstance(module, Router) and module.select.layer_kind == "smear":
-            raise ValueError(
-                f"{module.layer}: SMEAR merges all experts, which needs all of them on every rank; use DDP or FSDP2."
-            )
+            raise ValueError(f"{module.layer}: SMEAR merges all experts, so every rank needs them; use DDP or FSDP2.")
     found = _expert_modules(model)
     for name, experts in found.items():
         _require_shardable(name, experts, mesh)
@@ -58,7 +56,7 @@ def shard_experts(model: Any, mesh: "DeviceMesh") -> Any:
         experts.shards.shard(experts)
         ignored += [f"{name}.{parameter}".lstrip(".") for parameter, _ in experts.named_parameters(recurse=False)]
         if not isinstance(experts, Experts):
-            use_holdfast_experts(experts, ragged=False)
+            use_holdfast_experts(experts)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
     return model
 
@@ -70,10 +68,7 @@ def _expert_modules(model: nn.Module) -> dict[str, Any]:
         if moe_layer.family is not None:
             found[f"{moe_layer.name}.{moe_layer.family.experts}"] = moe_layer.experts
     if not found:
-        raise ValueError(
-            f"{type(model).__name__} has no experts to shard; call sparsify to make some, or use an MoE model of a "
-            "family that reroute supports."
-        )
+        raise ValueError(f"{type(model).__name__} has no experts to shard; give an MoE model, or call sparsify first.")
     return found
 
 
@@ -83,10 +78,7 @@ def _require_usable_mesh(model: nn.Module, mesh: "DeviceMesh") -> None:
     if hasattr(model, "module") and isinstance(model.module, nn.Module):
         raise ValueError(f"{type(model).__name__} wraps the model; shard the experts of the one inside, before wrapping.")
     if mesh.ndim > 2:
-        raise ValueError(
-            f"the mesh has {mesh.ndim} dimensions; experts are sharded along one dimension, or replicated and sharded "
-            "along two."
-        )
+        raise ValueError(f"the mesh has {mesh.ndim} dimensions; give one, or two of which the first is for replicas.")
     if mesh.size() != dist.get_world_size():
         raise ValueError(
             f"the mesh has {mesh.size()} of {dist.get_world_size()} ranks; use a mesh of all ranks, with a first dimension "
@@ -102,21 +94,15 @@ def _require_shardable(name: str, experts: Any, mesh: "DeviceMesh") -> None:
     if any(isinstance(parameter, DTensor) for parameter in experts.parameters()):
         raise ValueError(f"{name}: its weights are already sharded; call shard_experts before fully_shard.")
     if not isinstance(experts, Experts) and not has_known_layout(experts):
-        raise ValueError(
-            f"{name}: {type(experts).__name__} of the installed transformers cannot be sharded; update transformers."
-        )
+        raise ValueError(f"{name}: {type(experts).__name__} of this transformers cannot be sharded; update transformers.")
     if has_foreign_forward(experts):
         raise ValueError(f"{name}: another library has replaced the forward of these experts; load the model without it.")
     weight = next(experts.parameters())
     if weight.device.type not in (mesh.device_type, "meta"):
-        raise ValueError(
-            f"{name}: its weights are on {weight.device.type}, but the mesh is on {mesh.device_type}; move the model first."
-        )
+        raise ValueError(f"{name}: its weights are on {weight.device.type}, the mesh on {mesh.device_type}; move the model.")
     count, ranks = weight.shape[0], mesh.size(-1)
     if count % ranks:
-        raise ValueError(
-            f"{name}: cannot split {count} experts evenly over {ranks} ranks; use a number of ranks that divides {count}."
-        )
+        raise ValueError(f"{name}: cannot split {count} experts evenly over {ranks} ranks; choose a divisor of {count}.")
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -139,21 +125,6 @@ def on_first_rank(action: Callable[[], object]) -> None:
     dist.broadcast_object_list(error)
     if error[0] is not None:
         raise error[0]
-
-
-@contextmanager
-def without_transformers_gather(model: Any) -> Iterator[None]:
-    """Inside the `with`, `save_pretrained` does not gather the weights of a model that transformers has distributed.
-
-    Only the first rank calls `save_pretrained`, and a gather would wait for the other ranks for ever.
-    """
-    config = model.config
-    plan = config.__dict__.pop("distributed_config", None)
-    try:
-        yield
-    finally:
-        if plan is not None:
-            config.distributed_config = plan
 
 
 def set_progress(model: nn.Module, fraction: float) -> None:
@@ -236,7 +207,7 @@ def callback_class() -> Any:
                 return
             if state.max_steps > 0:
                 set_progress(model, min(1.0, state.global_step / state.max_steps))
-            changed = list(_all_hooks(model))
+            changed = _all_hooks(model)
             if changed:
                 scaler = getattr(given.get("optimizer"), "scaler", None)
                 self._scaler_factor = float(scaler.get_scale()) if scaler is not None else 1.0
@@ -249,7 +220,7 @@ def callback_class() -> Any:
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
             """Count the losses of this step."""
             self._steps += 1
-            for hooks in [] if model is None else _all_hooks(model):
+            for hooks in _all_hooks(model):
                 for key, value in (hooks.collector.sums or {}).items():
                     self._sums[key] = self._sums.get(key, 0) + value / self._scaler_factor
                 hooks.collector.sums = {}
@@ -268,7 +239,7 @@ def callback_class() -> Any:
 
         def on_train_end(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any) -> None:
             """Forget the scale: a loop that trains the model further has its own."""
-            for hooks in [] if model is None else _all_hooks(model):
+            for hooks in _all_hooks(model):
                 hooks.collector.loss_scale = hooks.collector.sums = None
 
     return RouterCallback
@@ -285,16 +256,13 @@ def _accumulated_batches(steps: int, done: int, batches: Any) -> int:
     return count % steps or steps if is_last else steps
 
 
-def _all_hooks(model: nn.Module) -> Iterator[ModelHooks]:
-    """Yield the hooks of every model inside `model` that sparsify or reroute has changed; `model` may be a wrapper."""
-    for module in model.modules():
-        found = hooks_of(module)
-        if found is not None:
-            yield found
+def _all_hooks(model: nn.Module | None) -> list[ModelHooks]:
+    """Return the hooks of every model inside `model` that sparsify or reroute has changed; `model` may be a wrapper."""
+    return [] if model is None else [hooks for module in model.modules() if (hooks := hooks_of(module)) is not None]
 
 
 def _require_hooks(model: nn.Module) -> list[ModelHooks]:
-    found = list(_all_hooks(model))
+    found = _all_hooks(model)
     if not found:
         raise ValueError(f"{type(model).__name__} contains no model that sparsify or reroute has changed.")
     return found

@@ -6,7 +6,7 @@ config.json of a changed model:
      "transformers_weights": NEEDS_HOLDFAST,         # a model class that reads this level as its config finds no weights
      "model_config": {                               # the family's config, which the family's own class reads
         "model_type": "mixtral", ...,
-        "holdfast": {"format": 1, "layers": {...}},  # the routers
+        "holdfast": {"format": 2, "layers": {...}},  # the routers
         "quantization_config": {"quant_method": "holdfast"},   # with Holdfast imported, calls `AppliesChanges`
         "transformers_weights": NEEDS_HOLDFAST}}     # without Holdfast, no file of weights is found
 
@@ -23,15 +23,17 @@ README.md is a model card with code that opens the folder (`write_card`).
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from holdfast.errors import INSTALL
-from holdfast.files import LARGE, MIB, SMALL, read_json, require_regular, write_atomically
+from holdfast.files import LARGE, MIB, SMALL, read_json, require_possible_model, require_regular, write_atomically
 from holdfast.kernels.quantised import is_quantised
 from holdfast.model_size import require_sane_numbers
+from holdfast.plugins import plugins_of, registered_without_plugin
+from holdfast.routing.presets import preset_names
 
 # Transformers without Holdfast shows this in its error, before its advice to update Transformers.
 MODEL_TYPE = "holdfast (install it as README.md says, then import holdfast; updating Transformers does not help)"
@@ -40,22 +42,11 @@ SECTION = "model_config"
 # In place of the name of a file of weights; transformers shows it in its error message.
 NEEDS_HOLDFAST = "this folder is read after `import holdfast`, or with holdfast.load"
 
-# Entries of a config that name code: modules in the folder, or kernels to download.
-CODE = (
-    "auto_map",
-    "attn_implementation",
-    "_attn_implementation",
-    "_attn_implementation_internal",
-    "experts_implementation",
-    "_experts_implementation",
-    "_experts_implementation_internal",
-    "custom_generate",
-    "custom_pipelines",
-    "kernel_config",
-    "use_kernels",
-    "distributed_config",
-    "trust_remote_code",
-)
+# Entries of a config that name code: kernels to download, and modules in the folder.
+IMPLEMENTATIONS = [f"{prefix}{kind}_implementation" for prefix in ("", "_") for kind in ("attn", "experts")]
+IMPLEMENTATIONS += [f"_{kind}_implementation_internal" for kind in ("attn", "experts")]
+CODE = ["auto_map", "custom_generate", "custom_pipelines", "kernel_config", "use_kernels", "distributed_config"]
+CODE += ["trust_remote_code", *IMPLEMENTATIONS]
 UPPER = {"model_type", "transformers_version", "transformers_weights", SECTION, *CODE}  # entries of the upper level
 PROCESSOR = "preprocessor_config.json"
 MANIFEST, MANIFEST_FORMAT = "holdfast.json", 1
@@ -84,7 +75,7 @@ def wrapped_config(values: Mapping[str, Any]) -> dict[str, Any]:
     quantised = values.get("quantization_config")
     load_hook = {"quant_method": QUANT_METHOD, **({} if quantised is None else {"quantization_config": quantised})}
     section = {**values, "quantization_config": load_hook, "transformers_weights": NEEDS_HOLDFAST}
-    version = {name: values[name] for name in ("transformers_version",) if name in values}
+    version = {"transformers_version": values["transformers_version"]} if "transformers_version" in values else {}
     return {"model_type": MODEL_TYPE, **version, "transformers_weights": NEEDS_HOLDFAST, SECTION: section}
 
 
@@ -113,9 +104,7 @@ def family_values(written: Mapping[str, Any], name: object) -> dict[str, Any]:
         described = description.get("model_type") if isinstance(description, dict) else None
         beside = sorted(name for name in set(written) - UPPER if not name.startswith("_"))  # transformers adds some with "_"
         if beside:
-            raise ValueError(
-                f'{name}: its config has {beside[0]!r} beside "{SECTION}", where it has no effect; move it into "{SECTION}".'
-            )
+            raise ValueError(f'{name}: its config has {beside[0]!r} beside "{SECTION}", without effect; move it there.')
         if section.get("model_type") != described:
             raise ValueError(f"{name}: its config is for {section.get('model_type')!r}, its routers for {described!r}.")
         values = unwrapped_config(section)
@@ -140,15 +129,13 @@ def unwrapped_config(section: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def without_code(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config without entries that name code."""
-
-    def clean(value: Any) -> Any:
-        if isinstance(value, list):
-            return [clean(entry) for entry in value]
-        return without_code(value) if isinstance(value, dict) else value
-
-    return {name: clean(value) for name, value in values.items() if name not in CODE}
+def without_code(value: Any) -> Any:
+    """Return a config, or a value in it, without entries that name code."""
+    if isinstance(value, list):
+        return [without_code(entry) for entry in value]
+    if not isinstance(value, Mapping):
+        return value
+    return {name: without_code(entry) for name, entry in value.items() if name not in CODE}
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -192,11 +179,8 @@ def check_manifest(folder: Path, *, weights: bool = True) -> None:
         content = read_json(folder / MANIFEST)
     except FileNotFoundError:
         raise ValueError(f"{folder} has no {MANIFEST}: it is not complete, or was not written by Holdfast.") from None
-    if (
-        not isinstance(content, dict)
-        or content.get("format") != MANIFEST_FORMAT
-        or not isinstance(content.get("weights"), dict)
-    ):
+    is_known = isinstance(content, dict) and content.get("format") == MANIFEST_FORMAT
+    if not is_known or not isinstance(content.get("weights"), dict):
         raise ValueError(f"{folder / MANIFEST} is in a format that this Holdfast does not read.")
     for name in content["weights"]:
         if Path(name).name != name or not (folder / name).is_file():
@@ -208,9 +192,7 @@ def check_manifest(folder: Path, *, weights: bool = True) -> None:
     found = _weights(folder)
     for name in sorted(found.keys() | content["weights"].keys()):
         if found.get(name) != content["weights"].get(name):
-            raise ValueError(
-                f"{folder / name} is not the file that was saved (its checksum differs): it is damaged or changed."
-            )
+            raise ValueError(f"{folder / name} is not the file that was saved (another checksum): it is damaged or changed.")
 
 
 def _weights(folder: Path) -> dict[str, str]:
@@ -246,7 +228,16 @@ def check_files(folder: Path) -> dict[str, Any]:
     if is_modified(written, folder):
         check_manifest(folder, weights=False)
     require_sane_numbers(written, folder)
-    _require_own_shards(folder)
+    for index in folder.glob(INDEX):  # it may list only safetensors in the folder itself
+        content = read_json(index, limit=64 * MIB)
+        shards = content.get("weight_map") if isinstance(content, dict) else None
+        if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
+            raise ValueError(f"{index} does not say which file holds each weight: the folder is damaged.")
+        for name in sorted(set(shards.values())):
+            if Path(name).name != name or not name.endswith(".safetensors") or len(name.encode()) > LONGEST_NAME:
+                raise ValueError(f"{index} names {name[:80]!r}, which is not a safetensors file of this folder.")
+            if not (folder / name).is_file():
+                raise ValueError(f"{folder} lacks {name}, which its {index.name} lists: the folder is not complete.")
     return written
 
 
@@ -260,36 +251,19 @@ def require_own_files(folder: Path) -> None:
                 try:
                     require_regular(file, limit=limit, inside=folder)
                 except FileNotFoundError:
-                    raise ValueError(
-                        f"{file} is a link to a file that does not exist: the folder is not complete."
-                    ) from None
-
-
-def _require_own_shards(folder: Path) -> None:
-    """Raise ValueError if an index of shards refers to anything but safetensors in the folder itself."""
-    for index in folder.glob(INDEX):
-        content = read_json(index, limit=64 * MIB)
-        shards = content.get("weight_map") if isinstance(content, dict) else None
-        if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
-            raise ValueError(f"{index} does not say which file holds each weight: the folder is damaged.")
-        for name in sorted(set(shards.values())):
-            if Path(name).name != name or not name.endswith(".safetensors") or len(name.encode()) > LONGEST_NAME:
-                raise ValueError(f"{index} names {name[:80]!r}, which is not a safetensors file of this folder.")
-            if not (folder / name).is_file():
-                raise ValueError(f"{folder} lacks {name}, which its {index.name} lists: the folder is not complete.")
+                    raise ValueError(f"{file} is a broken link: the folder is not complete.") from None
 
 
 def downloaded_folder(name: str, **options: Any) -> Path:
     """Download a model from the Hugging Face hub, without code and pickles, and return its folder."""
+    require_possible_model(name)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(name, allow_patterns=FILES, **options))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as problem:
-        raise ValueError(
-            f"there is no folder {name}, and no model of that name could be fetched from the hub ({first_line(problem)})."
-        ) from None
+        raise ValueError(f"there is no folder {name}, and no such model on the hub ({first_line(problem)}).") from None
 
 
 def first_line(problem: Exception) -> str:
@@ -426,16 +400,26 @@ A {family} model whose mixture-of-experts layers are routed by {routers}. Its ro
 Holdfast, not with transformers alone.
 
 To install Holdfast, run {install}.
-
+{needs}
 The code below runs in this folder. Elsewhere, write the folder's path, or the model's name on a hub, in place of ".".
 
 ```python
 import holdfast
 
-model = holdfast.load(".")
+{loads}model = holdfast.load(".")
 ```
 {further}
-Start a program that does not import Holdfast with `holdfast run -- PROGRAM`.
+Start a program that does not import Holdfast with `holdfast run {options}-- PROGRAM`.
+"""
+NEEDS_FILE = """
+It needs the plugin `{name}` (SHA-256 {checksum}) for {routers}. Saving does not write that file: put it beside
+this card, or write its path in the code below. It runs with your rights, so use it only if you trust its author.
+"""
+NEEDS_PACKAGE = """
+It needs the package `{name}` for {routers}: install it, and Holdfast imports it.
+"""
+NEEDS_MODULE = """
+Code that is neither of Holdfast nor a plugin registers {routers}: import the module that does so before you load the model.
 """
 WITH_TRANSFORMERS = """
 {sentence}
@@ -444,7 +428,7 @@ WITH_TRANSFORMERS = """
 import holdfast
 from transformers import {name}
 
-{line}
+{loads}{line}
 ```
 """
 # Auto classes that a pipeline uses, with the pipeline's task and the file that the folder must have for it.
@@ -470,20 +454,50 @@ def write_card(folder: Path, model: Any) -> None:
         tags += [tag for tag in ModelCard.load(file).data.tags or () if tag not in tags]  # those that the user named
     description = model.config.holdfast
     layers, base = description["layers"].values(), description.get("base_model")
+    routers = list(dict.fromkeys(layer["router"] for layer in layers))
+    needs, plugin_files = _needs({name: None for router in routers for name in preset_names(router)})
+    loads = "".join(f'holdfast.load_plugin("{file}")\n' for file in plugin_files)
     text = CARD.format(
         base=f"base_model: {base}\n" if base else "",
         tags="\n".join(f"- {tag}" for tag in tags),
         title=f"{base or description['model_type']}, routed by Holdfast",
         family=base or description["model_type"],
-        routers=" and ".join(f"`{name}`" for name in dict.fromkeys(layer["router"] for layer in layers)),
+        routers=_listed(routers),
         install=INSTALL,
-        further=_with_transformers(folder, model),
+        needs=needs,
+        loads=loads,
+        further=_with_transformers(folder, model, loads),
+        options="--plugin FILE " * len(plugin_files),
     )
     write_atomically(file, text)
 
 
-def _with_transformers(folder: Path, model: Any) -> str:
-    """Return the part of a model card about classes of transformers that open this folder."""
+def _needs(names: Collection[str]) -> tuple[str, list[str]]:
+    """Return the part of a model card about what registers these names outside Holdfast, and the escaped plugin files."""
+    text, files = "", []
+    for plugin in plugins_of(routers=names):
+        name, is_file = _escaped(plugin["name"]), plugin["checksum"] is not None
+        files += [name] if is_file else []
+        needed = NEEDS_FILE if is_file else NEEDS_PACKAGE
+        text += needed.format(name=name, checksum=plugin["checksum"], routers=_listed(plugin["routers"]))
+    others = registered_without_plugin("routers", names)
+    return text + (NEEDS_MODULE.format(routers=_listed(others)) if others else ""), files
+
+
+def _escaped(name: str) -> str:
+    """Return a name as it can be written between the quotes of a Python string and of a code span of Markdown."""
+    return name.encode("unicode_escape").decode("ascii").replace('"', r"\x22").replace("`", r"\x60")
+
+
+def _listed(names: Iterable[str]) -> str:
+    return " and ".join(f"`{name}`" for name in names)
+
+
+def _with_transformers(folder: Path, model: Any, loads: str) -> str:
+    """Return the part of a model card about classes of transformers that open this folder.
+
+    loads   the lines of its code that load plugins
+    """
     from transformers.models.auto import modeling_auto
 
     autos = []  # the Auto classes that give a model of this class
@@ -495,7 +509,7 @@ def _with_transformers(folder: Path, model: Any) -> str:
         return ""
     auto = next((name for name in PIPELINES if name in autos), autos[0])
     after = "After `import holdfast`, transformers loads it too:"
-    text = WITH_TRANSFORMERS.format(sentence=after, name=auto, line=f'model = {auto}.from_pretrained(".")')
+    text = WITH_TRANSFORMERS.format(sentence=after, name=auto, loads=loads, line=f'model = {auto}.from_pretrained(".")')
     task, needed = PIPELINES.get(auto, ("", ""))
     if not needed or not (folder / needed).is_file():
         return text
@@ -504,4 +518,4 @@ def _with_transformers(folder: Path, model: Any) -> str:
         sentence = 'It reads grey images. Its processor reads them: `processor(image.convert("L"), return_tensors="pt")`:'
     else:
         name, line, sentence = "pipeline", f'run = pipeline("{task}", ".")', "Or as a pipeline:"
-    return text + WITH_TRANSFORMERS.format(sentence=sentence, name=name, line=line)
+    return text + WITH_TRANSFORMERS.format(sentence=sentence, name=name, loads=loads, line=line)

@@ -40,6 +40,18 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.hub.families import text_config
+from holdfast.hub.second_view import (
+    NO_IDS,
+    View,
+    consistency_of,
+    first_with_gradient,
+    require_second_view,
+    require_views_differ,
+    second_inputs,
+    with_noise,
+    with_output,
+    word_noise_of,
+)
 from holdfast.hub.specs import NATIVE, LayerSpec
 from holdfast.kernels.torch_internals import has_gradient, is_recomputing, running_backward
 from holdfast.layers.losses import Losses, balance, single_process_mean
@@ -98,6 +110,7 @@ class PerThread(threading.local, Generic[State]):
         return type(self), (self.make,)
 
 
+SECOND_VIEW = object()  # entered in the second forward of the loss consistency: hooks that record routing leave it out
 _entered: ContextVar[tuple[object, ...]] = ContextVar("holdfast_entered", default=())
 
 
@@ -142,6 +155,7 @@ class Forward:
     may_have_backward: bool = True  # whether a backward may follow this forward
     learning: bool = True  # whether routers compute losses and update state
     generations: list[None] = dataclasses.field(default_factory=list)  # an entry for each `generation` around it
+    further_views: list[None] = dataclasses.field(default_factory=list)  # an entry for each `further_view` around it
     token_ids: Tensor | None = None  # (B,N)
     routes: Tensor | None = None  # (B,N,L,K), the recorded routes to use again
     wants_router_logits: bool = False
@@ -149,6 +163,7 @@ class Forward:
     layer_losses: list[Tensor] | None = None  # None: this forward computes no losses
     requested_losses: list[Tensor] = dataclasses.field(default_factory=list)  # one per layer, only for `aux_loss`
     logits: list[Tensor] = dataclasses.field(default_factory=list)
+    view: View | None = None  # the layers' routings, for the loss consistency; None: no layer asks for it
 
 
 def require_no_copies(model: nn.Module) -> None:
@@ -175,6 +190,7 @@ class ForwardHooks:
     def __init__(self, model: Any, routers: Sequence[Router], collector: "LossCollector", layers: int) -> None:
         self._model, self._routers, self.collector, self.layers = model, routers, collector, layers
         self.image_tokens = image_tokens(model)
+        self._views_differ = False  # it was checked
         self.on_forward_end: list[Callable[[], None]] = []  # called when the data of a forward are no longer needed
         self.thread = PerThread(Forward)  # where `is_plain`, its `current` is `forward`
         self._recomputed = Forward()  # what a recomputation reads
@@ -210,13 +226,18 @@ class ForwardHooks:
         with entered(once):
             yield
         if once.routes:
-            raise ValueError(
-                "no forward took the routes of holdfast.replay: run the model inside the `with`, in the same thread."
-            )
+            raise ValueError("no forward took the routes of holdfast.replay: run the model in the `with` and in its thread.")
 
     def generation(self) -> AbstractContextManager[None]:
         """Inside the `with`, forwards of this thread without gradients update no state, even during calibration."""
         return one_more(self.thread.current.generations)
+
+    def further_view(self) -> AbstractContextManager[None]:
+        """Inside the `with`, forwards of this thread compute no router losses, draw no router noise and update no state.
+
+        They may have gradients: a training step runs such forwards on perturbed views of its batch.
+        """
+        return one_more(self.thread.current.further_views)
 
     def calibration(self) -> AbstractContextManager[None]:
         """Inside the `with`, forwards without gradients update router state too, in all threads."""
@@ -234,7 +255,8 @@ class ForwardHooks:
         current.with_gradient = torch.is_grad_enabled()
         current.may_have_backward = current.with_gradient or not model.training
         if model.training:
-            self._enable_learning(current, current.with_gradient or (bool(self._calibrations) and not current.generations))
+            calibrates = bool(self._calibrations) and not current.generations
+            self._enable_learning(current, not current.further_views and (current.with_gradient or calibrates))
         options = self.collector.begin(current, model, options)
         current.is_plain = not (model.training or current.wants_router_logits or current.routes is not None)
         return inputs, options
@@ -257,9 +279,7 @@ class ForwardHooks:
         for once in () if torch.compiler.is_compiling() else entered_keys():
             if isinstance(once, _RoutesOnce) and once.hooks is self:
                 if given is not None or not once.routes:
-                    raise ValueError(
-                        f"holdfast.replay gives routes to one forward; to this one, pass {ROUTED_EXPERTS}= alone."
-                    )
+                    raise ValueError(f"holdfast.replay gives routes to one forward; pass {ROUTED_EXPERTS}= to this one.")
                 given = once.routes.pop()
         if hasattr(given, "require_model"):  # a `Routes`, which knows what model it is of
             given.require_model(self._model)
@@ -286,11 +306,55 @@ class ForwardHooks:
         current = self.thread.current
         if not current.in_model:  # `_begin` has refused it
             return outputs
+        try:
+            if current.view and outputs is not None:
+                outputs = self._add_second_view(current, model, inputs, options, outputs)
+        except BaseException:
+            self._finish(current, model, options, None)
+            raise
+        return self._finish(current, model, options, outputs)
+
+    def _finish(self, current: Forward, model: nn.Module, options: dict[str, Any], outputs: Any) -> Any:
+        """Return the outputs with what was collected, and forget this forward."""
         self._enable_learning(current, True)
         outputs = self.collector.end(current, model, options, outputs)
         self._keep_for_recomputation(current, model, outputs)
         current.in_model = False
         return outputs
+
+    def _add_second_view(
+        self, current: Forward, model: Any, inputs: tuple[Any, ...], options: dict[str, Any], outputs: Any
+    ) -> Any:
+        """Run a second forward for the loss consistency, collect the loss, and return the outputs with it attached."""
+        first, ids, requested = current.view, current.token_ids, current.wants_router_logits
+        assert first is not None
+        require_second_view(model, options)
+        share = word_noise_of(first)
+        if not self._views_differ:
+            require_views_differ(model, share)
+            self._views_differ = True
+        noised = None
+        if share:
+            if ids is None:
+                raise ValueError(NO_IDS)
+            noised = with_noise(ids, share, options.get("attention_mask"), self.image_tokens)
+            current.token_ids = noised
+        given, named = second_inputs(model, inputs, options, noised)
+        current.view, current.wants_router_logits = [], False
+        self._enable_learning(current, False)
+        with entered(SECOND_VIEW):
+            model.forward(*given, **named)
+        self._enable_learning(current, True)
+        second, current.view = current.view, None
+        current.token_ids, current.wants_router_logits = ids, requested
+        loss = consistency_of(first, second, first[-1][0].gates.device)
+        key = first_with_gradient(outputs)
+        if key is None:
+            assert current.layer_losses is not None
+            current.layer_losses.append(loss)
+            return outputs
+        attached = self.collector.attach({"consistency": loss}, loss, outputs[key], current)
+        return with_output(outputs, key, attached)
 
     def _end_base(self, base: nn.Module, inputs: tuple[Any, ...], outputs: Any) -> None:
         current = self.thread.current
@@ -311,7 +375,7 @@ class ForwardHooks:
             kept = self._recomputed
             kept.token_ids, kept.routes = current.token_ids, current.routes
             kept.wants_router_logits = current.wants_router_logits
-        current.token_ids = current.routes = None
+        current.token_ids = current.routes = current.view = None
         current.is_plain = current.wants_router_logits = False
         current.may_have_backward = True
         if self._training.get("forward") is current:
@@ -398,6 +462,7 @@ class LossCollector:
         has_losses = any(spec.losses for spec in specs.values())
         # Compute a balance loss if router logits are requested, as the family does: no layer has losses.
         self.balance_on_request = not has_losses and any(spec.router != NATIVE for spec in specs.values())
+        self._compares_views = any(spec.losses is not None and spec.losses.consistency for spec in specs.values())
         self._replaces_balance = has_losses or self.balance_on_request  # if not, the family computes its own
         self._warned = False
         self._checked_backward = -1
@@ -413,19 +478,24 @@ class LossCollector:
 
         losses   the layer's `Losses`, used in evaluation, where routers compute no losses; None if the layer has none
         """
+        if forward.view is not None:
+            forward.view.append((routing, losses, token_mask))
         if forward.wants_router_logits and (forward.in_model or not torch.compiler.is_compiling()):
             self._collect_requested(routing, losses, token_mask, k, forward)
         if not routing.losses or not forward.learning:
             return weights
+        return self.attach(routing.losses, routing.loss, weights, forward)
+
+    def attach(self, losses: Mapping[str, Tensor], loss: Tensor, weights: Tensor, forward: Forward) -> Tensor:
+        """Collect `loss`, the sum of `losses`; return `weights`, or another tensor of the forward, with it attached."""
         if forward.with_gradient and forward.in_model and not torch.is_grad_enabled():
             raise ValueError(REENTRANT)
-        loss, device = routing.loss, routing.logits.device.type
+        device = loss.device.type
         if torch.is_grad_enabled() and loss.requires_grad:
-            is_fp16 = weights.dtype == torch.float16 or (
-                torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
-            )
+            autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+            is_fp16 = torch.float16 in (weights.dtype, autocast)
             if not torch.compiler.is_compiling():
-                terms = {} if self.sums is None else {name: value.detach() for name, value in routing.losses.items()}
+                terms = {} if self.sums is None else {name: value.detach() for name, value in losses.items()}
                 loss, weights = AttachLoss.apply(loss, weights, self, is_fp16, terms)
             elif is_fp16 and self.loss_scale is None:  # compiled code does not know whether the training loss contains it
                 raise ValueError(FP16)
@@ -486,6 +556,8 @@ class LossCollector:
     def begin(self, forward: Forward, model: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
         """Start collecting; return the forward's options without a request for router logits that it must not get."""
         forward.layer_losses = [] if model.training and forward.learning else None
+        has_views = self._compares_views and forward.layer_losses is not None and forward.with_gradient
+        forward.view = [] if has_views else None
         requested = options.get(ROUTER_LOGITS)
         forward.wants_router_logits = bool(getattr(self._config, ROUTER_LOGITS, False) if requested is None else requested)
         forward.as_tuple = forward.wants_router_logits and options.get("return_dict") is False
@@ -585,9 +657,8 @@ def class_with_router_fields(kind: type) -> type:
     if kind not in _classes_with_fields:
         known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
         fields = [(name, Any, dataclasses.field(default=None)) for name in ROUTER_FIELDS if name not in known]
-        made = dataclasses.make_dataclass(
-            kind.__name__, fields, bases=(kind,), namespace={"__doc__": kind.__doc__, "__reduce_ex__": _reduce}
-        )
+        namespace = {"__doc__": kind.__doc__, "__reduce_ex__": _reduce}
+        made = dataclasses.make_dataclass(kind.__name__, fields, bases=(kind,), namespace=namespace)
         made.__module__, made.__qualname__ = kind.__module__, kind.__qualname__
         _classes_with_fields[kind] = made
     return _classes_with_fields[kind]

@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from holdfast.hub.context import NOT_CAUSAL, ContextCapture
 from holdfast.hub.families import (
@@ -27,7 +27,7 @@ from holdfast.hub.families import (
     text_config,
 )
 from holdfast.hub.forwards import ForwardHooks, LossCollector, is_called_alone
-from holdfast.hub.layers import MoELayerRef, dense_layers, layer_infos, moe_layers, require_modalities, vocabulary_of
+from holdfast.hub.layers import MoELayerRef, dense_layers, layer_info, layer_infos, moe_layers, require_modalities
 from holdfast.hub.replacements import (
     GateScore,
     ReroutedGate,
@@ -35,11 +35,14 @@ from holdfast.hub.replacements import (
     has_foreign_forward,
     has_known_layout,
     install_gate,
+    needs_holdfast_experts,
     use_holdfast_experts,
 )
-from holdfast.hub.specs import NATIVE, LayerInfo, LayerSpec, build_routers, linked_in_order
+from holdfast.hub.specs import NATIVE, LayerSpec, build_routers, linked_in_order
 from holdfast.layers import name_layers
-from holdfast.layers.moe import LAYER_NAMES, not_causal
+from holdfast.layers.expert_losses import of_experts
+from holdfast.layers.losses import Losses
+from holdfast.layers.moe import LAYERS, not_causal
 from holdfast.layers.upcycling import new_shared
 from holdfast.routing import Router, join_routers
 from holdfast.routing.registry import HostModel
@@ -67,14 +70,12 @@ def install_specs(model: nn.Module, specs: Mapping[str, LayerSpec]) -> list[MoEL
 
 def reroute_layers(found: list[MoELayerRef], specs: Mapping[str, LayerSpec]) -> None:
     """Give each layer that `specs` names its router. An error is raised before the first layer is changed."""
-    hosts = {moe_layer.name: host_of(moe_layer, specs[moe_layer.name]) for moe_layer in found if moe_layer.name in specs}
+    changed = [moe_layer for moe_layer in found if moe_layer.name in specs]
+    hosts = {moe_layer.name: host_of(moe_layer, specs[moe_layer.name]) for moe_layer in changed}
     built = build_routers(layer_infos(found), specs, hosts)
-    for moe_layer in found:
-        if moe_layer.name in built:
-            require_runnable(moe_layer, built[moe_layer.name])
-    for moe_layer in found:
-        if moe_layer.name not in built:
-            continue
+    for moe_layer in changed:
+        require_runnable(moe_layer, built[moe_layer.name])
+    for moe_layer in changed:
         router, family = built[moe_layer.name], moe_layer.family
         if isinstance(moe_layer.block, SparseLayer):
             assert router is not None
@@ -115,17 +116,19 @@ def require_runnable(moe_layer: MoELayerRef, router: Router | None) -> None:
             f"{moe_layer.name}: another library has replaced the gate's forward, so a router inside it would never run; "
             "change the model before it is distributed."
         )
-    if not router.select.ragged:
+    if not needs_holdfast_experts(router):
         return
     if has_foreign_forward(moe_layer.experts):
         raise ValueError(
             f"{moe_layer.name}: transformers has sharded these experts over ranks (distributed_config), and its dispatch "
-            "does not support unused slots; choose a router with a fixed k, or shard them with holdfast.shard_experts."
+            "supports neither unused slots nor gradient_scaling; choose a router with a fixed k and without it, or shard "
+            "them with holdfast.shard_experts."
         )
     if not has_known_layout(moe_layer.experts):
         raise ValueError(
             f"{moe_layer.name}: {type(moe_layer.experts).__name__} of this transformers cannot run a router that uses a "
-            "different number of experts for each token; update transformers, or choose a router with a fixed k."
+            "different number of experts for each token, or that has gradient_scaling; update transformers, or choose a "
+            "router with a fixed k and without it."
         )
 
 
@@ -142,13 +145,8 @@ def set_gate_trainable(gate: Any, trainable: bool) -> None:
 
 def make_sparse(layers: Mapping[str, DenseLayer], specs: Mapping[str, LayerSpec]) -> dict[str, SparseLayer]:
     """Replace the feed-forward networks of `layers` by experts, whose weights the caller sets; keys are module names."""
-    infos = []
-    for name, dense in layers.items():
-        family, (dim, _) = dense.family, linear_shape(dense.down)
-        heads = None if family.windowed else int(dense.config.num_attention_heads)
-        vocabulary = vocabulary_of(dense.config) if family.reads_token_ids else None
-        uncaptured = family.own_attention
-        infos.append(LayerInfo(name, dim, specs[name].experts or 0, heads, vocabulary=vocabulary, uncaptured=uncaptured))
+    sizes = {name: (linear_shape(dense.down)[0], specs[name].experts or 0) for name, dense in layers.items()}
+    infos = [layer_info(name, sizes[name], dense.config, dense.family) for name, dense in layers.items()]
     hosts = {name: HostModel(rule=specs[name].rule()) for name in layers}
     routers = build_routers(linked_in_order(infos), specs, hosts)
     for name, dense in layers.items():
@@ -156,13 +154,12 @@ def make_sparse(layers: Mapping[str, DenseLayer], specs: Mapping[str, LayerSpec]
         if router is None:
             raise ValueError("a dense model has no native router; name one of holdfast.list_routers().")
         if router.select.declares.refuses_causal and dense.family.is_causal(dense.attention):
-            raise ValueError(f"{name}: {not_causal(LAYER_NAMES[router.select.layer_kind])}")
+            raise ValueError(f"{name}: {not_causal(LAYERS[router.select.layer_kind].__name__)}")
     experts = {name: new_experts(dense, specs[name].experts or 0, specs[name].hidden) for name, dense in layers.items()}
     made = {}
     for name, dense in layers.items():
-        router, family, layer = routers[name], dense.family, dense.layer
+        router, family, layer, count = routers[name], dense.family, dense.layer, specs[name].shared
         assert router is not None
-        count = specs[name].shared
         shared = new_shared(experts[name], count) if count else None
         dropout = None if family.dropout is None else layer.get_submodule(family.dropout)
         router = router.to(**device_and_dtype(experts[name].down_proj))
@@ -221,6 +218,7 @@ class ModelHooks:
         self.collector = LossCollector(model, specs, adds_logits=found[0].family is None)
         balance_on_request = self.collector.balance_on_request
         self.forwards = ForwardHooks(model, routers, self.collector, len(specs))
+        self.expert_losses: list[NativeExpertLosses] = []
         by_name: dict[str, ContextCapture] = {}
         for layer, info in zip(found, layer_infos(found), strict=True):
             if layer.name in specs:
@@ -233,18 +231,17 @@ class ModelHooks:
                 by_name[layer.name] = capture
                 holder = layer.block if layer.family is None else layer.gate
                 holder.context_capture = capture
+                if layer.family is not None and spec.losses is not None and spec.losses.reads_experts:
+                    self.expert_losses.append(NativeExpertLosses(layer, capture, self.forwards, spec.losses))
                 if layer.family is not None and layer.router is not None and hasattr(layer.experts, "config"):
                     layer.experts.context_capture = capture  # `_holdfast_experts` reads how many rows it has to allocate
         self.captures = list(by_name.values())
+        # Whether a router in a causal model lets a token's routing depend on later tokens.
+        self.breaks_causality = any(capture.breaks_causality for capture in self.captures)
         for capture in [each for each in self.captures if each.breaks_causality_in_training][:1]:
             capture.warns_in_training = True
         unchanged = [layer for layer in found if layer.name not in specs] if balance_on_request else []
         self.native_gates = [NativeGateBalance(layer, self.forwards) for layer in unchanged if layer.family is not None]
-
-    @property
-    def breaks_causality(self) -> bool:
-        """Whether a router in a causal model lets a token's routing depend on later tokens."""
-        return any(capture.breaks_causality for capture in self.captures)
 
     @property
     def sees_later_tokens(self) -> bool:
@@ -261,6 +258,39 @@ class ModelHooks:
             capture.remove()
         for gate in self.native_gates:
             gate.remove()
+        for hook in self.expert_losses:
+            hook.remove()
+
+
+class NativeExpertLosses:
+    """A hook that adds the losses of the outputs of a family's experts, where they run.
+
+    Not at the gate: in some families its tokens are not those of the experts.
+    """
+
+    def __init__(self, moe_layer: MoELayerRef, capture: ContextCapture, forwards: ForwardHooks, losses: Losses) -> None:
+        self.moe_layer, self.capture, self.forwards, self.losses = moe_layer, capture, forwards, losses
+        self.count = moe_layer.size[1]
+        self.handle = moe_layer.experts.register_forward_pre_hook(self)
+
+    def __call__(self, experts: Any, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor] | None:
+        forward = self.forwards.forward
+        if not (self.capture.is_training and forward.learning):
+            return None
+        (tokens, chosen, weights), layer = inputs, self.moe_layer
+        teacher = getattr(layer.block, "teacher", None)
+        # `forward`, not a call: a call would run this hook again.
+        slots = chosen, weights, self.capture.token_mask
+        factors, self.capture.gradient_factors = self.capture.gradient_factors, None  # of the layer's own outputs only
+        try:
+            terms = of_experts(self.losses, experts.forward, self.count, tokens, *slots, teacher, layer.name)
+        finally:
+            self.capture.gradient_factors = factors
+        total = torch.stack(list(terms.values())).sum()
+        return tokens, chosen, self.forwards.collector.attach(terms, total, weights, forward)
+
+    def remove(self) -> None:
+        self.handle.remove()
 
 
 class NativeGateBalance:
@@ -318,8 +348,7 @@ def install_hooks(model: Any, found: list[MoELayerRef], specs: Mapping[str, Laye
     _add_moe_entries(text_config(model), specs)
     for moe_layer in found:
         if moe_layer.family is not None and hasattr(moe_layer.experts, "config"):
-            ragged = moe_layer.router is not None and moe_layer.router.select.ragged
-            use_holdfast_experts(moe_layer.experts, ragged=ragged)
+            use_holdfast_experts(moe_layer.experts, moe_layer.router)
             moe_layer.experts.__dict__.pop("context_capture", None)
     if not specs:
         model.__dict__.pop("_holdfast", None)
@@ -358,11 +387,6 @@ def _add_moe_entries(config: Any, specs: Mapping[str, LayerSpec]) -> None:
     config.__dict__["_holdfast_entries"] = added
 
 
-def original_name(name: str) -> str:
-    """Return the folder or hub id that a model came from, without the mark that `mark_modified` adds."""
-    return name.partition(MODIFIED_IN_MEMORY)[0]
-
-
 def mark_modified(model: Any, modified: bool = True) -> None:
     """Mark the name that a changed model came from, so that other libraries do not load the unchanged model by it.
 
@@ -372,6 +396,6 @@ def mark_modified(model: Any, modified: bool = True) -> None:
     modified = modified or "_opened_modified" in model.__dict__  # the folder has other routers than the family's
     for owner, name in ((model.config, "_name_or_path"), (model, "name_or_path")):
         given = getattr(owner, name, None)
-        original = original_name(given) if isinstance(given, str) else ""
+        original = given.partition(MODIFIED_IN_MEMORY)[0] if isinstance(given, str) else ""
         if original:
             setattr(owner, name, original + MODIFIED_IN_MEMORY if modified else original)

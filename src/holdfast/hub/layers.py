@@ -3,7 +3,7 @@
 `moe_layers` finds every MoE layer with the modules around it. Everything that reads or changes routers calls it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,9 @@ from holdfast.hub.families.recognition import check_declared, fused_experts, rec
 from holdfast.hub.forwards import image_tokens
 from holdfast.hub.replacements import SparseLayer
 from holdfast.hub.specs import LayerInfo, linked_in_order, reads
+from holdfast.model_size import EXPERTS
 from holdfast.routing import Router
 
-EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # the config's names for the number of experts
 _REGISTERED: set[str] = set()  # model types of rows that `register_family` added; our own rows are checked by tests
 
 
@@ -71,9 +71,7 @@ def dense_family(model: nn.Module) -> DenseFamily:
 def _model_type(model: nn.Module) -> str:
     model_type: Any = getattr(getattr(model, "config", None), "model_type", None)
     if model_type is None:
-        raise ValueError(
-            f"{type(model).__name__} is not a Hugging Face model (it has no config.model_type) and contains no Router."
-        )
+        raise ValueError(f"{type(model).__name__} is no Hugging Face model (it has no config.model_type) and has no Router.")
     return str(model_type)
 
 
@@ -90,8 +88,7 @@ class MoELayerRef:
     name: str  # of the block, in the model
     layer_modules: LayerModules
     family: MoEFamily | None  # None: a layer that `sparsify` made
-    dense: DenseFamily | None = None  # the row of a layer that `sparsify` made
-    dense_config: Any = None  # of such a layer
+    dense: DenseLayer | None = None  # of a layer that `sparsify` made
 
     @property
     def block(self) -> nn.Module:
@@ -121,13 +118,8 @@ class MoELayerRef:
         """Return the config of the layer's attention; of its experts if it is a recurrent layer, which has none."""
         attention = self.layer_modules.attention
         if self.dense is not None:
-            return self.dense_config
+            return self.dense.config
         return attention.config if hasattr(attention, "config") else self.experts.config
-
-    @property
-    def vocabulary(self) -> int | None:
-        """Return the number of token ids; None if the layer's tokens have none."""
-        return None if self.dense is not None and not self.dense.reads_token_ids else vocabulary_of(self.config)
 
     @property
     def size(self) -> tuple[int, int]:
@@ -138,13 +130,6 @@ class MoELayerRef:
         experts, dim = self.gate.get_parameter(self.family.weight).shape
         return dim, experts
 
-    @property
-    def heads(self) -> int | None:
-        """Return the number of attention heads; None if attention is within windows, or there is none."""
-        if self.layer_modules.windowed or self.layer_modules.recurrent:
-            return None
-        return int(self.config.num_attention_heads)
-
 
 def moe_layers(model: nn.Module) -> list[MoELayerRef]:
     """Return every MoE layer of a model: of a known family, or made by `sparsify`.
@@ -153,15 +138,18 @@ def moe_layers(model: nn.Module) -> list[MoELayerRef]:
     routers calls this function, so that no part of the library silently works on some of the layers only.
     """
     model_type = getattr(getattr(model, "config", None), "model_type", None)
-    if model_type in DENSE_FAMILIES:
-        found = _sparse_layers(model)
-        if found:
-            return found
+    if model_type in DENSE_FAMILIES and (found := _sparse_layers(model)):
+        return found
     family = moe_family(model)
     wanted, found = [f"{family.block}.{family.gate}", f"{family.block}.{family.experts}"], []
     for name, layer in model.named_modules():
-        if mixer_of(family, layer) is not None and all(find_submodule(layer, path) is not None for path in wanted):
-            found.append(MoELayerRef(f"{name}.{family.block}".lstrip("."), _modules_of(layer, family), family))
+        mixer = mixer_of(family, layer)
+        if mixer is not None and all(find_submodule(layer, path) is not None for path in wanted):
+            attention, block = layer.get_submodule(mixer), layer.get_submodule(family.block)
+            # Some hybrid models have attention and recurrent modules under one name; only attention says if it is causal.
+            recurrent = mixer != family.attention or (mixer == family.recurrent and not hasattr(attention, "is_causal"))
+            modules = LayerModules(block, attention, layer, family.projection, recurrent=recurrent)
+            found.append(MoELayerRef(f"{name}.{family.block}".lstrip("."), modules, family))
     _require_all(model, found, _moe_modules(family, model, found))
     owners: dict[int, str] = {}
     for moe_layer in found:
@@ -181,15 +169,19 @@ def dense_layers(model: Any) -> dict[str, DenseLayer]:
 
     Raise ValueError with advice if the family is not known.
     """
+    return _layers_of_rows(model, lambda row: (*row.up, row.down))
+
+
+def _layers_of_rows(model: Any, wanted: Callable[[DenseFamily], Iterable[str]]) -> dict[str, DenseLayer]:
+    """Return the layers that have the attention of a row and the modules at the paths `wanted(row)`, by name."""
     found = {}
     rows = dense_family(model).rows
-    for name, module in model.named_modules():
+    for name, layer in model.named_modules():
         for row in rows:
-            wanted = (row.attention, row.projection, *row.up, row.down)
-            if all(find_submodule(module, path) is not None for path in wanted):
-                config = getattr(module.get_submodule(row.attention), "config", None) or text_config(model)
+            if all(find_submodule(layer, path) is not None for path in (row.attention, row.projection, *wanted(row))):
+                config = getattr(layer.get_submodule(row.attention), "config", None) or text_config(model)
                 place = f"{name}.{row.place}".lstrip(".")
-                found[place] = DenseLayer(place, module, row, config)
+                found[place] = DenseLayer(place, layer, row, config)
     return found
 
 
@@ -209,19 +201,21 @@ def find_submodule(module: nn.Module, path: str) -> nn.Module | None:
 
 def layer_infos(found: list[MoELayerRef]) -> list[LayerInfo]:
     """Return the sizes and places of MoE layers, for `build_routers`."""
-    return linked_in_order(
-        [
-            LayerInfo(
-                moe_layer.name,
-                *moe_layer.size,
-                moe_layer.heads,
-                recurrent=moe_layer.layer_modules.recurrent,
-                vocabulary=moe_layer.vocabulary,
-                uncaptured=moe_layer.dense is not None and moe_layer.dense.own_attention,
-            )
-            for moe_layer in found
-        ]
-    )
+    infos = []
+    for moe_layer in found:
+        row = None if moe_layer.dense is None else moe_layer.dense.family
+        recurrent = moe_layer.layer_modules.recurrent
+        infos.append(layer_info(moe_layer.name, moe_layer.size, moe_layer.config, row, recurrent))
+    return linked_in_order(infos)
+
+
+def layer_info(name: str, size: tuple[int, int], config: Any, row: DenseFamily | None, recurrent: bool = False) -> LayerInfo:
+    """Return what a router is built for in a layer of `size` (d, E); `row` is that of a layer that is or was dense."""
+    heads = None if recurrent or (row is not None and row.windowed) else int(config.num_attention_heads)
+    vocabulary = getattr(config, "vocab_size", None) if row is None or row.reads_token_ids else None
+    vocabulary = vocabulary if isinstance(vocabulary, int) else None  # a vision model has none
+    uncaptured = row is not None and row.own_attention
+    return LayerInfo(name, *size, heads, recurrent=recurrent, vocabulary=vocabulary, uncaptured=uncaptured)
 
 
 def require_modalities(model: nn.Module, router: str) -> None:
@@ -233,41 +227,20 @@ def require_modalities(model: nn.Module, router: str) -> None:
         )
 
 
-def vocabulary_of(config: Any) -> int | None:
-    """Return the number of token ids of a layer's config; None if it has none, as a vision model."""
-    size = getattr(config, "vocab_size", None)
-    return size if isinstance(size, int) else None
-
-
 def is_moe(model: nn.Module) -> bool:
     """Whether the model is of a declared MoE family, has experts with fused weights, or was made by `sparsify`."""
     return has_experts(model) or any(isinstance(module, SparseLayer) for module in model.modules())
 
 
 def _sparse_layers(model: nn.Module) -> list[MoELayerRef]:
-    rows = {(row.place, row.projection): row for row in dense_family(model).rows}
     found = []
-    for name, layer in model.named_modules():
-        for row in rows.values():
-            block, attention = find_submodule(layer, row.place), find_submodule(layer, row.attention)
-            has_projection = find_submodule(layer, row.projection) is not None
-            if isinstance(block, SparseLayer) and attention is not None and has_projection:
-                config = getattr(attention, "config", None) or text_config(model)
-                place = f"{name}.{row.place}".lstrip(".")
-                modules = LayerModules(block, attention, layer, row.projection, row.windowed, declared_causal=row.causal)
-                found.append(MoELayerRef(place, modules, None, row, config))
+    for name, dense in _layers_of_rows(model, lambda row: (row.place,)).items():
+        row, block = dense.family, dense.layer.get_submodule(dense.family.place)
+        if isinstance(block, SparseLayer):
+            places = block, dense.attention, dense.layer, row.projection
+            found.append(MoELayerRef(name, LayerModules(*places, row.windowed, declared_causal=row.causal), None, dense))
     _require_all(model, found, ((name, module) for name, module in model.named_modules() if isinstance(module, SparseLayer)))
     return found
-
-
-def _modules_of(layer: nn.Module, family: MoEFamily) -> LayerModules:
-    mixer = mixer_of(family, layer)
-    assert mixer is not None
-    attention = layer.get_submodule(mixer)
-    # Some hybrid models have attention and recurrent modules under one name; only attention says whether it is causal.
-    recurrent = mixer != family.attention or (mixer == family.recurrent and not hasattr(attention, "is_causal"))
-    block = layer.get_submodule(family.block)
-    return LayerModules(block, attention, layer, family.projection, recurrent=recurrent)
 
 
 def _require_all(model: Any, found: list[MoELayerRef], expected: Iterator[tuple[str, nn.Module]]) -> None:
@@ -283,11 +256,9 @@ def _require_all(model: Any, found: list[MoELayerRef], expected: Iterator[tuple[
 
 def _moe_modules(family: MoEFamily, model: Any, found: list[MoELayerRef]) -> Iterator[tuple[str, nn.Module]]:
     """Yield every module that looks like an MoE layer: with a gate and experts, or with a weight for each expert."""
-    counts = {getattr(text_config(model), name, None) for name in EXPERT_COUNTS} | {moe_layer.size[1] for moe_layer in found}
+    counts = {getattr(text_config(model), name, None) for name in EXPERTS} | {moe_layer.size[1] for moe_layer in found}
     for name, module in model.named_modules():
         weights = (parameter for parameter in module.parameters(recurse=False) if parameter.dim() == 3)
         stacked = not isinstance(module, nn.modules.conv._ConvNd) and any(weight.shape[0] in counts for weight in weights)
-        if stacked or (
-            find_submodule(module, family.gate) is not None and find_submodule(module, family.experts) is not None
-        ):
+        if stacked or all(find_submodule(module, path) is not None for path in (family.gate, family.experts)):
             yield name, module

@@ -31,14 +31,19 @@ from torch import Tensor, nn
 from holdfast.hub.adapters import active_module, with_mixin, without_mixin
 from holdfast.hub.families import MoEFamily, routing_from_gate
 from holdfast.hub.forwards import PerThread, is_called_alone
+from holdfast.kernels.grouped import Dispatch
 from holdfast.kernels.quantised import FLOATS, as_float, is_quantised
 from holdfast.layers import LAYERS, Experts
-from holdfast.layers.experts import UNKNOWN_FORMAT, activate_used_rows, run_experts
+from holdfast.layers.expert_losses import Teacher
+from holdfast.layers.experts import UNKNOWN_FORMAT, Network, activate_used_rows, run_experts
+from holdfast.layers.gradient_scaling import gradient_factors
+from holdfast.layers.moe import with_expert_losses
 from holdfast.routing import Router, Routing
 from holdfast.routing.declarations import Order, Values
 from holdfast.routing.parts import LinearScore, ScoreDeclarations
 from holdfast.routing.records import Context, Projection
 from holdfast.routing.replaying import checked_slots
+from holdfast.routing.router_checks import require_usable
 from holdfast.routing.rules import Rule, Scores, Selection
 from holdfast.routing.scores import weights_loaded
 
@@ -55,6 +60,8 @@ class Capture(Protocol):
 
     @property
     def learning(self) -> bool: ...
+
+    gradient_factors: Tensor | None
 
     def needs_native_routing(self) -> bool: ...
 
@@ -79,18 +86,21 @@ class ReroutedGate:
     training: bool
     usual_order: bool  # returns (logits, weights, indices); otherwise the reverse
     native_scale: float  # what the family's own gate multiplies its weights by
+    disabled: Tensor | None = None  # (E,) bool, the experts that the family's own gate does without (`holdfast.disable`)
 
     def forward(self, hidden_states: Tensor, *extra: Any, **named: Any) -> tuple[Tensor, Tensor, Tensor]:
         """`extra` and `named` are for the family's own gate, such as a bias that its block has; the rule reads it there."""
         capture, router = self.context_capture, self.holdfast
         if router is None and (is_called_alone(self) or capture.keeps_native_gate()):
-            return super().forward(hidden_states, *extra, **named)  # type: ignore[misc, no-any-return]
+            return self._native_output(Context(), hidden_states, *extra, **named)
         tokens, context = capture.prepare(hidden_states, router)
         if router is None:
-            output: tuple[Tensor, Tensor, Tensor] = super().forward(hidden_states, *extra, **named)  # type: ignore[misc]
+            output = self._native_output(context, hidden_states, *extra, **named)
             return self._record_native_routing(tokens, context, output)
         routing = router(tokens, context)
         weights, experts = capture.record_routing(tokens, routing, context, router.losses), routing.experts
+        if router.gradient_scaling is not None:
+            capture.gradient_factors = gradient_factors(router, routing, context.token_mask)
         if context.token_mask is not None and router.select.ragged:
             # For such routers `_holdfast_experts` runs, which accepts unused slots; some functions of transformers do not.
             usable = context.usable_rows(tokens)
@@ -98,6 +108,13 @@ class ReroutedGate:
             experts = experts.where(usable.view(-1, 1), routing.gates.shape[-1])
             weights = weights.where(usable.view(-1, 1), 0.0)
         return (routing.logits, weights, experts) if self.usual_order else (experts, weights, routing.logits)
+
+    def _native_output(self, context: Context, *given: Any, **named: Any) -> tuple[Tensor, Tensor, Tensor]:
+        output: tuple[Tensor, Tensor, Tensor] = super().forward(*given, **named)  # type: ignore[misc]
+        if self.disabled is None:
+            return output
+        require_usable("a native gate", self.training, context)
+        return without_experts(output, self.rule, self.native_scale, self.disabled)
 
     def _record_native_routing(
         self, tokens: Tensor, context: Context, output: tuple[Tensor, Tensor, Tensor]
@@ -128,6 +145,24 @@ class ReroutedGate:
             routing = replace(routing, losses=self.losses(routing, context.token_mask))
         weights = capture.record_routing(tokens, routing, context, self.losses, weights)
         return (logits, weights, experts) if output[0].is_floating_point() else (experts, weights, logits)
+
+
+def without_experts(
+    output: tuple[Tensor, Tensor, Tensor], rule: Rule, scale: float, lost: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the output of a family's gate as if the gates of experts that are `lost (E,)` were 0 before its selection.
+
+    The family's rule selects again. A token for which that changes nothing keeps its weights to the bit.
+    """
+    live = routing_from_gate(output, rule)
+    logits, weights, experts = output if output[0].is_floating_point() else output[::-1]
+    scores, k = Scores.from_routing(live, informed=False), experts.shape[-1]
+    best, weighed = rule.best(scores.without(lost.to(live.gates.device), rule.gate), k)
+    before = rule.best(scores, k)
+    same = ((best == before[0]) & (weighed == before[1])).all(-1).view(*weights.shape[:-1], 1)
+    weights = weights.where(same, (weighed * scale).view(weights.shape).to(weights.dtype))
+    experts = experts.where(same, best.view(experts.shape).to(experts.dtype))
+    return (logits, weights, experts) if output[0].is_floating_point() else (experts, weights, logits)
 
 
 def install_gate(gate: Any, router: Router | None, losses: Any, family: MoEFamily, block: nn.Module) -> None:
@@ -210,6 +245,7 @@ class SparseLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.router, self.experts, self.dropout, self.shared = router, experts, dropout, shared
+        self.teacher: Teacher | None = None  # of the loss distillation (`set_teacher`)
         # The router that `reroute` replaced, with its spec, for `restore`. It must not be a submodule.
         self.__dict__["former"] = None
 
@@ -217,12 +253,14 @@ class SparseLayer(nn.Module):
         capture, called, shape = self.context_capture, self.router, hidden_states.shape
         router = called if isinstance(called, Router) else active_module(called)
         hidden_states, context = capture.prepare(hidden_states, router)
-        routing = called(hidden_states, context)
+        routing, tokens = called(hidden_states, context), context.zero_unusable(hidden_states)
+        routing = with_expert_losses(routing, router, self.experts, tokens, context.token_mask, self.teacher)
         weights = capture.record_routing(hidden_states, routing, context, router.losses)
-        tokens = context.zero_unusable(hidden_states)
         most_rows = None if context.replayed is not None else router.select.most_rows(routing.experts.shape[0])
         run = LAYERS[router.select.layer_kind].run
-        out = run(self.experts, tokens, routing, weights, context.token_mask, most_rows)
+        scaled = router.gradient_scaling is not None
+        factors = gradient_factors(router, routing, context.token_mask) if scaled else None
+        out = run(self.experts, tokens, routing, weights, context.token_mask, most_rows, factors)
         out = out if self.shared is None else out + self.shared(tokens)
         out = out if len(shape) == 3 else out.reshape(shape)
         return out if self.dropout is None else self.dropout(out)
@@ -284,9 +322,14 @@ def _attention_with_capture(
     return result
 
 
-def use_holdfast_experts(experts: Any, ragged: bool) -> None:
-    """Make a family's experts run `_holdfast_experts` if slots can be unused or experts are sharded, else their own."""
-    needs_holdfast = ragged or getattr(experts, "shards", None) is not None
+def needs_holdfast_experts(router: Router | None) -> bool:
+    """Whether a family's experts must run `_holdfast_experts`: slots can be unused, or gradients of experts are scaled."""
+    return router is not None and (router.select.ragged or router.gradient_scaling is not None)
+
+
+def use_holdfast_experts(experts: Any, router: Router | None = None) -> None:
+    """Make a family's experts run `_holdfast_experts` if the router needs it or experts are sharded, else their own."""
+    needs_holdfast = needs_holdfast_experts(router) or getattr(experts, "shards", None) is not None
     override_config(experts, EXPERTS) if needs_holdfast else restore_config(experts)
 
 
@@ -313,20 +356,18 @@ def _holdfast_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, t
     up, down = (as_float(module, name, UNKNOWN_FORMAT) for name in (up_name, "down_proj"))
     if module.is_transposed:
         up, down = up.transpose(1, 2), down.transpose(1, 2)
+    up_bias, down_bias = (getattr(module, f"{up_name}_bias"), module.down_proj_bias) if module.has_bias else (None, None)
     activation = module._apply_gate if module.has_gate else module.act_fn
-    return run_experts(
-        hidden_states,
-        top_k_index,
-        top_k_weights,
-        up,
-        down,
-        getattr(module, f"{up_name}_bias") if module.has_bias else None,
-        module.down_proj_bias if module.has_bias else None,
-        activate=lambda hidden, plan: activate_used_rows(hidden, plan, activation),
-        glu="silu" if _is_swiglu(module) else None,
-        shards=getattr(module, "shards", None),
-        most_rows=module.context_capture.most_rows(top_k_index.shape[0]) if hasattr(module, "context_capture") else None,
-    )
+
+    def activate(hidden: Tensor, plan: Dispatch) -> Tensor:
+        return activate_used_rows(hidden, plan, activation)
+
+    network = Network(up, down, up_bias, down_bias, activate, "silu" if _is_swiglu(module) else None)
+    most_rows = factors = None
+    if hasattr(module, "context_capture"):
+        most_rows, factors = module.context_capture.most_rows(top_k_index.shape[0]), module.context_capture.gradient_factors
+    shards = getattr(module, "shards", None)
+    return run_experts(hidden_states, top_k_index, top_k_weights, network, shards, most_rows, factors)
 
 
 def _is_swiglu(module: Any) -> bool:
@@ -336,12 +377,8 @@ def _is_swiglu(module: Any) -> bool:
     # `override_config` has imported it. Old versions of torch.compile cannot trace an import of it here.
     moe = sys.modules["transformers.integrations.moe"]
     default = getattr(moe, "_default_apply_gate", None)  # families with another activation replace this method
-    return (
-        bool(module.has_gate)
-        and default is not None
-        and getattr(type(module), "_apply_gate", None) is default
-        and type(module.act_fn) is SiLUActivation
-    )
+    is_default = default is not None and getattr(type(module), "_apply_gate", None) is default
+    return bool(module.has_gate) and is_default and type(module.act_fn) is SiLUActivation
 
 
 def as_linear(module: Any) -> nn.Linear | Projection:
@@ -358,9 +395,7 @@ def as_linear(module: Any) -> nn.Linear | Projection:
         base: Any = module.get_base_layer() if hasattr(module, "get_base_layer") else module
         weight = as_float(base, "weight", f"the attention router cannot read them; {USE_SIMILARITY}")
         if weight.is_meta:
-            raise ValueError(
-                f"the output projection's weights, which the attention router reads, are not in memory; {USE_SIMILARITY}."
-            )
+            raise ValueError(f"the output projection, which the attention router reads, is not in memory; {USE_SIMILARITY}.")
         weight = weight.t() if isinstance(base, Conv1D) else weight  # GPT-2's layers store it as (in, out)
         if base is module:
             return Projection(weight, base.bias)

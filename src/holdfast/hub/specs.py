@@ -16,13 +16,13 @@ import torch
 from holdfast.checked import Limits, from_mapping
 from holdfast.layers.losses import Losses
 from holdfast.routing import Router
-from holdfast.routing.layer_names import NATIVE as NATIVE
+from holdfast.routing.presets import NATIVE as NATIVE
 from holdfast.routing.presets import REGISTRY
 from holdfast.routing.registry import HostModel
 from holdfast.routing.rules import Rule, Softmax
 from holdfast.version import VERSION
 
-FORMAT = 1
+FORMAT = 2
 Positive = Annotated[int, Limits(1, math.inf, "a positive number")]
 NOT_A_ROUTER = (
     "SoftMoE and SMEAR are layers of their own, and reroute changes the routers of MoE layers only; make such layers from a "
@@ -49,12 +49,12 @@ class LayerSpec:
         if self.losses is not None and not isinstance(self.losses, Losses):
             kind = type(self.losses).__name__
             raise ValueError(f"losses is a {kind}; give a holdfast.Losses, which can be saved with the model.")
+        if self.losses is not None and self.losses.margin and self.router == NATIVE:
+            raise ValueError("margin needs a router of Holdfast: reroute the model with 'smoe' instead of 'native'.")
         try:
             plain = json.loads(json.dumps(self.options, allow_nan=False))
         except (TypeError, ValueError) as problem:
-            raise ValueError(
-                f"the options of router {self.router!r} must be plain values, to be saved: {problem}."
-            ) from None
+            raise ValueError(f"the options of router {self.router!r} must be plain values: {problem}.") from None
         object.__setattr__(self, "options", plain)
 
     def rule(self) -> Rule | None:
@@ -88,8 +88,8 @@ def read_specs(description: Any) -> dict[str, LayerSpec]:
     """Return the specs of the entry "holdfast" of a config.json. It is untrusted: raise ValueError if a value is wrong."""
     if not isinstance(description, dict) or not isinstance(description.get("layers"), dict):
         raise ValueError('its config has no "holdfast" section that names layers.')
-    if description.get("format") != FORMAT:
-        raise ValueError(f"it is written in format {description.get('format')!r}; this Holdfast ({VERSION}) reads {FORMAT}.")
+    if (written := description.get("format")) != FORMAT:
+        raise ValueError(f"it is written in format {written!r}; this Holdfast ({VERSION}) reads {FORMAT}.")
     return {name: from_mapping(LayerSpec, values, f"layer {name!r}") for name, values in description["layers"].items()}
 
 
@@ -138,45 +138,24 @@ def build_routers(
     infos: Sequence[LayerInfo], specs: Mapping[str, LayerSpec], hosts: Mapping[str, HostModel]
 ) -> dict[str, Router | None]:
     """Return a router for each layer that `specs` names; None means the family's own rule. The model is not changed."""
-    built = {info.name: _build_router(info, specs[info.name], hosts[info.name]) for info in infos if info.name in specs}
-    for info in infos:
-        router = built.get(info.name)
-        if router is not None and router.select.layer_kind != "moe" and specs[info.name].experts is None:
-            raise ValueError(f"{info.name}: {NOT_A_ROUTER}")
-        if info.uncaptured and router is not None and router.traits.sequence_aware:
-            raise ValueError(
-                f"{info.name}: router {specs[info.name].router!r} reads other tokens, and this model's attention cannot be "
-                "captured (it is not one of transformers' attention functions, or it adds a bias of its own); use a router "
-                "of single tokens."
-            )
-        if info.recurrent and router is not None and router.traits.sequence_aware:
-            attending = [index for index, other in enumerate(infos) if not other.recurrent]
-            raise ValueError(
-                f"{info.name}: router {specs[info.name].router!r} reads other tokens, and this layer has no attention "
-                f"and no KV cache to read them from; use it only in layers that have (layers={attending})."
-            )
-    return built
+    attending = [index for index, info in enumerate(infos) if not info.recurrent]
+    wanted = [info for info in infos if info.name in specs]
+    return {info.name: _build_router(info, specs[info.name], hosts[info.name], attending) for info in wanted}
 
 
-def _build_router(info: LayerInfo, spec: LayerSpec, host: HostModel) -> Router | None:
+def _build_router(info: LayerInfo, spec: LayerSpec, host: HostModel, attending: Sequence[int]) -> Router | None:
+    """Return the router of one layer. `attending`: the indices of the layers that have attention."""
     if spec.router == NATIVE:
         if spec.options:
             raise ValueError(f"the native router takes no options (given: {', '.join(spec.options)}).")
         return None
-    clusters = info.before.experts if info.before else None
-    from_layer: dict[str, Any] = {
-        "depth": info.depth,
-        "place": info.place,
-        "clusters": clusters,
-        "heads": info.heads or 1,
-    }
+    from_layer: dict[str, Any] = {"depth": info.depth, "place": info.place, "heads": info.heads or 1}
+    from_layer["clusters"] = info.before.experts if info.before else None
     if info.vocabulary is not None:
         from_layer["vocabulary"] = info.vocabulary
         given = spec.options.get("vocabulary", info.vocabulary)
         if isinstance(given, int) and given < info.vocabulary:
-            raise ValueError(
-                f"{info.name}: vocabulary is {given}, but this model has {info.vocabulary} token ids; leave the option out."
-            )
+            raise ValueError(f"{info.name}: vocabulary is {given}, but there are {info.vocabulary} token ids; leave it out.")
     elif reads(spec.router, "token_ids"):
         raise ValueError(
             f"{info.name}: router {spec.router!r} chooses experts by token id, and this part of the model reads none; "
@@ -184,19 +163,24 @@ def _build_router(info: LayerInfo, spec: LayerSpec, host: HostModel) -> Router |
         )
     try:
         with default_float32():
-            router = REGISTRY.build(
-                spec.router,
-                dim=info.dim,
-                experts=info.experts,
-                k=spec.k,
-                losses=spec.losses,
-                layer=info.name,
-                host=replace(host, pretrained=spec.pretrained, options=from_layer),
-                **spec.options,
-            )
+            sizes: dict[str, Any] = {"dim": info.dim, "experts": info.experts, "k": spec.k, "losses": spec.losses}
+            host = replace(host, pretrained=spec.pretrained, options=from_layer)
+            router = REGISTRY.build(spec.router, **sizes, layer=info.name, host=host, **spec.options)
     except (TypeError, OverflowError) as problem:  # options from a folder may have any type and size
         given = ", ".join(f"{name}={value!r}" for name, value in spec.options.items())
         raise ValueError(f"{info.name}: router {spec.router!r} does not take these options ({given}): {problem}.") from None
+    if router.select.layer_kind != "moe" and spec.experts is None:
+        raise ValueError(f"{info.name}: {NOT_A_ROUTER}")
+    if info.uncaptured and router.traits.sequence_aware:
+        raise ValueError(
+            f"{info.name}: router {spec.router!r} reads other tokens, and this model's attention cannot be captured (it is "
+            "not one of transformers' attention functions, or it adds a bias of its own); use a router of single tokens."
+        )
+    if info.recurrent and router.traits.sequence_aware:
+        raise ValueError(
+            f"{info.name}: router {spec.router!r} reads other tokens, and this layer has no attention and no KV cache to "
+            f"read them from; use it only in layers that have (layers={attending})."
+        )
     if info.heads is None and not info.recurrent and "attention.projection" in router.reads:
         raise ValueError(
             f"{info.name}: this model attends within windows, so router {spec.router!r} has no attention over the whole "

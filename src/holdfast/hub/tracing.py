@@ -3,6 +3,7 @@
 trace                   record the `Routing` of every MoE layer. It uses its own hooks, because many families record no
                         router logits, and the others nothing but logits
 router_calls            record the inputs of every router, tokens and context, so that it can be called again with others
+live_routings           record routings that gradients can be taken of
 own_hooks               hooks for a while, which run only for the thread or asyncio task that added them
 require_finite, require_known_tokens, require_positions
                         raise ValueError for weights that are not finite, unknown token ids, too long sequences
@@ -18,11 +19,12 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor, nn
 
-from holdfast.errors import unknown_name
+from holdfast.errors import require_known
 from holdfast.hub.context import token_mask_of
 from holdfast.hub.families import routing_from_gate
-from holdfast.hub.forwards import entered, entered_keys, require_no_copies
+from holdfast.hub.forwards import SECOND_VIEW, as_token_ids, entered, entered_keys, require_no_copies
 from holdfast.hub.layers import is_moe, moe_layers
+from holdfast.kernels.quantised import FLOATS
 from holdfast.kernels.torch_internals import is_recomputing
 from holdfast.routing import Context, Router, Routing
 from holdfast.routing.rules import Rule
@@ -42,6 +44,8 @@ class Step:
     def __init__(self, names: Sequence[str]) -> None:
         self.names = names
         self.shape: tuple[int, int] | None = None  # (B,N); None if the model's input does not show it
+        self.token_ids: Tensor | None = None  # (B,N); None if the model's input is something else
+        self.before: int | None = None  # how many tokens a KV cache had; None if it is not known
         self._padding: Tensor | None = None
         self._unknown_because: str | None = NO_HOOKS  # why padding is not known; None if it is
         self._routings: dict[int, Routing] = {}
@@ -59,9 +63,7 @@ class Step:
     def __getitem__(self, layer: int) -> Routing:
         place = range(len(self))[layer]
         if place not in self._routings:
-            raise ValueError(
-                f"layer {layer} has no recorded routing: run the model inside the trace, in the same thread, without `each`."
-            )
+            raise ValueError(f"layer {layer} is not recorded: run it inside the trace, in the same thread, without `each`.")
         return self._routings[place]
 
     def __iter__(self) -> Iterator[Routing]:
@@ -110,8 +112,7 @@ def trace(model: nn.Module, *, keep: Literal["last", "all"] = "last", each: Each
     This works for every family of `holdfast.hub.families` and for models with Holdfast routers. A recomputation by
     activation checkpointing is not recorded. What `torch.compile` has compiled runs uncompiled inside the `with`.
     """
-    if keep not in ("last", "all"):
-        raise ValueError(unknown_name("keep", keep, ("last", "all")))
+    require_known("keep", keep, ("last", "all"))
     if each is not None and keep == "all":
         raise ValueError('keep="all" and each=... exclude each other: with `each`, nothing is kept.')
     require_no_copies(model)
@@ -146,7 +147,8 @@ class OwnHooks:
     def _run(self, hook: Callable[..., Any], module: nn.Module, *given: Any) -> Any:
         require_no_copies(module)
         # While this thread adds or removes a hook, torch may call it in another thread without the options in `given`.
-        return hook(module, *given) if self.key in entered_keys() else None
+        keys = entered_keys()
+        return hook(module, *given) if self.key in keys and SECOND_VIEW not in keys else None
 
 
 @contextmanager
@@ -227,11 +229,9 @@ class _Recorder:
             raise ValueError(AT_ONCE)
         self._running = model, threading.get_ident()
         step = self._next_step()
-        tokens = options.get("input_ids")
-        tokens = options.get("inputs_embeds") if tokens is None else tokens
-        tokens = arguments[0] if tokens is None and arguments else tokens
-        mask = options.get("attention_mask")
-        mask = arguments[1] if mask is None and len(arguments) > 1 else mask
+        given = options.get("input_ids"), options.get("inputs_embeds"), *arguments[:1]
+        tokens = next((each for each in given if each is not None), None)
+        mask = options.get("attention_mask", arguments[1] if len(arguments) > 1 else None)
         if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
             step._unknown_because = "the encoder and the decoder of this model have different tokens"
             return
@@ -240,7 +240,8 @@ class _Recorder:
             return
         if isinstance(tokens, Tensor) and tokens.dim() >= 2:
             step.shape = (tokens.shape[0], tokens.shape[1])
-            step._padding = token_mask_of(mask, *step.shape, tokens_before(options))
+            step.token_ids, step.before = as_token_ids(tokens), tokens_before(options)
+            step._padding = token_mask_of(mask, *step.shape, step.before)
         step._unknown_because = None
 
     def end(self, model: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
@@ -309,11 +310,17 @@ def router_calls(model: nn.Module) -> Iterator[list[RouterCall]]:
     def capture(layer: int, name: str, rule: Rule | None, module: nn.Module, given: Any, named: dict[str, Any]) -> None:
         del captured[layer:]  # those of an earlier forward
         route: Router | Callable[[Tensor], Routing]
+
+        def call_gate(tokens: Tensor) -> Routing:
+            """Call a family's own gate with other tokens, and otherwise as in the recorded call."""
+            assert rule is not None
+            with entered(module):
+                return routing_from_gate(module(tokens, *given[1:], **named), rule)
+
         if isinstance(module, Router):
             route, context = module, given[1] if len(given) > 1 else named.get("context")
         else:
-            assert rule is not None
-            route, context = partial(_call_gate, module, rule, given[1:], named), None
+            route, context = call_gate, None
         captured.append(RouterCall(name, route, given[0].detach(), context))
 
     with own_hooks() as hooks:
@@ -322,13 +329,19 @@ def router_calls(model: nn.Module) -> Iterator[list[RouterCall]]:
         yield captured
 
 
-def _call_gate(gate: Any, rule: Rule, others: tuple[Any, ...], named: dict[str, Any], tokens: Tensor) -> Routing:
-    """Call a family's own gate with other tokens, and otherwise as in the recorded call."""
-    with entered(gate):
-        return routing_from_gate(gate(tokens, *others, **named), rule)
+@contextmanager
+def live_routings(model: nn.Module) -> Iterator[list[Routing]]:
+    """Inside the `with`, the list has the routings of the last forward with their autograd graphs, in the model's order."""
+    captured: list[Routing] = []
 
+    def capture(layer: int, rule: Rule | None, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        del captured[layer:]  # those of an earlier forward
+        captured.append(output if rule is None else routing_from_gate(output, rule))
 
-FLOAT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+    with own_hooks() as hooks:
+        for layer, (_, module, rule) in enumerate(routing_modules(model)):
+            hooks.after(module, partial(capture, layer, rule))
+        yield captured
 
 
 @torch.no_grad()
@@ -336,7 +349,7 @@ def require_finite(model: Any) -> None:
     """Raise ValueError if a weight in memory is NaN or infinite. Weights on a disk are not checked."""
     for name, weight in model.state_dict().items():
         local = weight.to_local() if hasattr(weight, "to_local") else weight  # this rank's part of a sharded weight
-        if local.dtype not in FLOAT_DTYPES or local.is_meta:
+        if local.dtype not in FLOATS or local.is_meta:
             continue
         # A sum needs no memory and is not finite if a weight is not. A sum of finite weights may overflow: then check each.
         if not (bool(local.sum(dtype=torch.float32).isfinite()) or bool(local.isfinite().all())):

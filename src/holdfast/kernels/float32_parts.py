@@ -51,8 +51,11 @@ STEP = 64  # wider parts have a multiple of this many columns, for kernels that 
 BLOCK = 32  # rows split by one program, up to WIDEST columns
 WIDE_BLOCK = 4096  # numbers split by one program, of wider rows
 HIGHEST = tl.constexpr(14)  # float16 parts stay below 2^15
-# Triton's interpreter has no bfloat16 product, because numpy has none: there the parts are float32, with the same values.
-BF16_PART = tl.constexpr(tl.float32 if os.environ.get("TRITON_INTERPRET") == "1" else tl.bfloat16)
+# Triton's interpreter has no bfloat16 product, because numpy has none. There the parts of numbers in a kernel are float32,
+# with the same values, and those that lie in memory are float16.
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+BF16_PART = tl.constexpr(tl.float32 if IS_INTERPRETED else tl.bfloat16)
+STORED_BF16 = torch.float16 if IS_INTERPRETED else torch.bfloat16
 
 
 @triton.jit
@@ -99,16 +102,6 @@ def load_bf16_parts(parts, size, places, mask, COUNT: tl.constexpr):
     if COUNT > 2:
         third = tl.load(parts + 2 * size + places, mask=mask, other=0.0).to(BF16_PART)
     return first, second, third
-
-
-class PartTypes(NamedTuple):
-    """The dtypes of the two kinds of parts. Tests in Triton's interpreter use float16 for both."""
-
-    fp16: torch.dtype = torch.float16
-    bf16: torch.dtype = torch.bfloat16
-
-
-NATIVE = PartTypes()
 
 
 class Parts(NamedTuple):
@@ -331,13 +324,12 @@ def plan_split(
     *,
     fp16: int = 0,
     bf16: int = 0,
-    types: PartTypes = NATIVE,
     other: Tensor | None = None,  # (G,M,width), contiguous: also compute the sum over the width of rows * other
 ) -> PlannedSplit:
     """Allocate memory for `fp16` float16 parts and `bf16` bfloat16 parts of the rows, and for the sums."""
     groups, count, width = rows.shape
     padded = part_width(width)
-    if bf16 == 1 and rows.dtype == types.bf16 and real is None and width == padded and rows.stride(2) == 1:
+    if bf16 == 1 and rows.dtype == STORED_BF16 and real is None and width == padded and rows.stride(2) == 1:
         bf16 = 0
 
     def empty(parts: int, dtype: torch.dtype) -> Tensor:
@@ -346,7 +338,7 @@ def plan_split(
 
     sums = torch.empty((groups, count) if other is not None else (0, 0), dtype=torch.float32, device=rows.device)
     factors = torch.empty((groups, count) if fp16 else (0, 0), dtype=torch.float32, device=rows.device)
-    parts = Parts(empty(fp16, types.fp16), factors, empty(bf16, types.bf16))
+    parts = Parts(empty(fp16, torch.float16), factors, empty(bf16, STORED_BF16))
     mask, other_rows = rows if real is None else real.view(torch.uint8), rows if other is None else other
     job = SplitJob(rows, mask, *parts, other_rows, sums, count, width, *rows.stride())
     return PlannedSplit(parts, sums, job, (real is not None, other is not None, padded, next_power_of_2(padded), fp16, bf16))

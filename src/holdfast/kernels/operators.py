@@ -42,12 +42,12 @@ ALIGNMENT = 16  # Triton compiles one version for addresses and ints that are mu
 PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None), int, float, bool, str, list})  # types of arguments
 
 _LIBRARY = torch.library.Library("holdfast", "FRAGMENT")
+_on_gpu: set[Callable[..., Any]] = set()  # the functions of `on_gpu`
+_import, _capability = functools.cache(importlib.import_module), functools.cache(torch.cuda.get_device_capability)
 
 
-def operator(
-    schema: str, implementation: Callable[..., Any], fake: Callable[..., Any], *, devices: str = "CUDA"
-) -> Callable[..., Any]:
-    """Register an operator with this signature on `devices`, and return a function that calls it.
+def operator(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+    """Register an operator with this signature where `implementation` runs, and return a function that calls it.
 
     The function calls `implementation` itself, which costs less Python, unless a compiler, a mode of PyTorch or a class of
     tensors must see the operator.
@@ -61,7 +61,7 @@ def operator(
     assert "=" not in schema, f"the operator {schema.split('(')[0]} has a default value in its schema"
     _LIBRARY.define(schema)
     name = schema.split("(")[0]
-    _LIBRARY.impl(name, implementation, devices)
+    _LIBRARY.impl(name, implementation, "CUDA" if implementation in _on_gpu else EVERYWHERE)
     torch.library.register_fake(f"holdfast::{name}", fake, lib=_LIBRARY)
     registered = getattr(torch.ops.holdfast, name).default
 
@@ -79,16 +79,14 @@ def on_gpu(package: str, name: str) -> Callable[..., Any]:
     It runs on the device of its first argument, a tensor: Triton launches kernels on the current device.
     """
 
+    module = f"{package}.triton"
+
     def call(*arguments: Any) -> Any:
         with on_device_of(arguments[0]):
-            return getattr(_kernels_of(package), name)(*arguments)
+            return getattr(_import(module), name)(*arguments)
 
+    _on_gpu.add(call)
     return call
-
-
-@functools.cache
-def _kernels_of(package: str) -> Any:
-    return importlib.import_module(f"{package}.triton")
 
 
 def has_kernels(tensor: Tensor) -> bool:
@@ -101,11 +99,6 @@ def has_bf16_cores(tensor: Tensor) -> bool:
     if torch.compiler.is_compiling():  # a compiler cannot look into the cache
         return torch.cuda.get_device_capability(tensor.device) >= (8, 0)
     return _capability(tensor.get_device()) >= (8, 0)
-
-
-@functools.cache
-def _capability(device: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
 
 
 _UNCHANGED: AbstractContextManager[object] = nullcontext()
@@ -176,18 +169,11 @@ def kernel(function: Callable[..., Any]) -> Kernel:
 
 def has_hooks() -> bool:
     """Return whether someone wants to be called at every launch, as Triton's profiler does."""
-    runtime = _runtime()
+    runtime = _import("triton.knobs").runtime
     try:
         return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
     except AttributeError:  # someone has put a function in the place of the list of hooks
         return True
-
-
-@functools.cache
-def _runtime() -> Any:
-    from triton import knobs
-
-    return knobs.runtime
 
 
 # Triton has functions for these two as well; they also work inside kernels, and take 7 microseconds outside.
@@ -307,8 +293,7 @@ def refuse_second_derivatives(grad: Tensor, message: str) -> Tensor:
     """Return `grad` unchanged; differentiating it raises a ValueError with this message."""
     if not is_differentiated():
         return grad
-    out: Tensor = _Refused.apply(grad, message)
-    return out
+    return _Refused.apply(grad, message)
 
 
 # An operator rather than a Python test, so that a compiled layer asks each time it runs, not once when traced. It returns a
@@ -317,9 +302,8 @@ is_first_forward = operator(
     "first_forward(Tensor like) -> Tensor",
     lambda like: torch.full((), not is_recomputing(), device=like.device),  # a fill: a copied scalar would wait for the GPU
     lambda like: torch.empty((), dtype=torch.bool, device=like.device),
-    devices=EVERYWHERE,
 )
-_copy = operator("copy_of(Tensor state) -> Tensor", torch.clone, torch.empty_like, devices=EVERYWHERE)
+_copy = operator("copy_of(Tensor state) -> Tensor", torch.clone, torch.empty_like)
 
 
 def snapshot_for_backward(state: Tensor, training: bool = True) -> Tensor:
@@ -330,5 +314,4 @@ def snapshot_for_backward(state: Tensor, training: bool = True) -> Tensor:
     """
     if is_exporting() and not training:
         return state.clone()
-    out: Tensor = _copy(state)
-    return out
+    return _copy(state)

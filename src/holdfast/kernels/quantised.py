@@ -48,7 +48,13 @@ def as_float(module: Any, name: str, refusal: str) -> Tensor:
 def _dequantised(module: Any, weight: Any) -> Tensor | None:
     kind = type(weight).__name__
     if kind == "Params4bit":
-        return _from_4_bits(weight.data, weight.quant_state)
+        import bitsandbytes
+
+        state = weight.quant_state
+        if getattr(state, "packing_format_for_cpu", False):  # only its product can read this order: multiply the identity
+            identity = torch.eye(state.shape[1], dtype=state.dtype, device=weight.device)
+            return bitsandbytes.matmul_4bit(identity, weight.data, quant_state=state).t()
+        return bitsandbytes.functional.dequantize_4bit(weight.data, state)
     if kind == "Int8Params":
         scales = getattr(weight, "SCB", None)
         scales = module.state.SCB if scales is None else scales  # the first forward moves them there
@@ -56,19 +62,5 @@ def _dequantised(module: Any, weight: Any) -> Tensor | None:
             return weight.data.as_subclass(Tensor)
         return None if scales is None else weight.data.float() * (scales.float() / INT8_STEPS).unsqueeze(1)
     if type(weight).dequantize is not Tensor.dequantize:  # torchao, quanto
-        numbers: Tensor = weight.dequantize()
-        return numbers
+        return weight.dequantize()
     return None
-
-
-def _from_4_bits(data: Tensor, state: Any) -> Tensor:
-    """Return bitsandbytes' 4-bit weights as numbers."""
-    import bitsandbytes
-
-    whole: Tensor
-    if getattr(state, "packing_format_for_cpu", False):  # only its product can read this order: multiply the identity
-        identity = torch.eye(state.shape[1], dtype=state.dtype, device=data.device)
-        whole = bitsandbytes.matmul_4bit(identity, data, quant_state=state).t()
-    else:
-        whole = bitsandbytes.functional.dequantize_4bit(data, state)
-    return whole

@@ -57,14 +57,12 @@ def is_intercepted() -> bool:
 
 def raw_stream(device: int) -> int:
     """Return the handle of a GPU's current stream. The public `torch.cuda.current_stream` builds an object each time."""
-    stream: int = torch._C._cuda_getCurrentRawStream(device)  # type: ignore[attr-defined]
-    return stream
+    return torch._C._cuda_getCurrentRawStream(device)  # type: ignore[attr-defined]
 
 
 def running_backward() -> int:
     """Return a number of the backward that this thread runs; -1 if it runs none. There is no public way to ask."""
-    number: int = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
-    return number
+    return torch._C._current_graph_task_id()  # type: ignore[attr-defined]
 
 
 def is_recomputing() -> bool:
@@ -93,10 +91,9 @@ def has_gradient(node: Any) -> bool:
 def _will_add_to(leaf: Any) -> bool:
     """Whether the running backward adds to the gradient of a parameter; `torch.autograd.grad` returns gradients instead."""
     try:
-        adds: bool = torch._C._will_engine_execute_node(leaf)  # type: ignore[attr-defined]
+        return torch._C._will_engine_execute_node(leaf)  # type: ignore[attr-defined]
     except RuntimeError:  # torch does not answer for a leaf whose gradient `torch.autograd.grad` returns
         return False
-    return adds
 
 
 def keep_address(rows: Tensor) -> None:

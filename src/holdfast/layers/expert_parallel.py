@@ -49,8 +49,13 @@ class ExpertShards:
 
     def local_part(self, parameter: Any) -> Tensor:
         """Return this rank's shard of a DTensor, as a plain tensor."""
-        out: Tensor = _MeanGradient.apply(parameter.to_local(), self.mesh)
-        return out
+        return _MeanGradient.apply(parameter.to_local(), self.mesh)
+
+    @property
+    def own(self) -> slice:
+        """Which experts are on this rank."""
+        first = self.mesh.get_local_rank(self.mesh.ndim - 1) * self.each
+        return slice(first, first + self.each)
 
     def run(self, run: Run, tokens: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Return what `run` would return with all experts, by running it on the ranks that have them.
@@ -121,51 +126,28 @@ def plan_exchange(slots: Tensor, group: dist.ProcessGroup) -> RowExchange:
 
 def send_rows(values: Tensor, exchange: RowExchange) -> Tensor:
     """Send `values (T,n)` of this rank's tokens; return the received rows (S',n), sorted by the rank they come from."""
-    out: Tensor = _SendRows.apply(values, exchange)
-    return out
+    return _Exchange.apply(values, exchange, True)
 
 
 def return_rows(values: Tensor, exchange: RowExchange) -> Tensor:
     """Return `values (S',n)` of received rows to their ranks; return (T,n), the sum over the rows of each token."""
-    out: Tensor = _ReturnRows.apply(values, exchange)
-    return out
+    return _Exchange.apply(values, exchange, False)
 
 
-def _send(values: Tensor, exchange: RowExchange) -> Tensor:
-    used = torch.full((), sum(exchange.sent), device=values.device)
-    rows = gather_rows(values.contiguous(), exchange.order, exchange.places, used)
-    return _all_to_all(rows, exchange.received, exchange.sent, exchange.group)
-
-
-def _return(values: Tensor, exchange: RowExchange) -> Tensor:
-    used = torch.full((), sum(exchange.sent), device=values.device)
-    rows = _all_to_all(values.contiguous(), exchange.sent, exchange.received, exchange.group)
-    return combine_rows(rows, exchange.places, None, used)
-
-
-def _all_to_all(values: Tensor, coming: list[int], going: list[int], group: dist.ProcessGroup) -> Tensor:
-    out = values.new_empty(sum(coming), *values.shape[1:])
-    dist.all_to_all_single(out, values, coming, going, group=group)
-    return out
-
-
-class _SendRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, exchange: RowExchange) -> Tensor:
-        ctx.exchange = exchange
-        return _send(values, exchange)
+class _Exchange(torch.autograd.Function):
+    """`send_rows` and `return_rows`: each is the backward of the other."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return return_rows(grad, ctx.exchange), None
+    def forward(ctx: Any, values: Tensor, exchange: RowExchange, sends: bool) -> Tensor:
+        ctx.exchange, ctx.sends = exchange, sends
+        order, places, sent, received, _, group = exchange
+        used = torch.full((), sum(sent), device=values.device)
+        coming, going = (received, sent) if sends else (sent, received)
+        rows = gather_rows(values.contiguous(), order, places, used) if sends else values.contiguous()
+        out = rows.new_empty(sum(coming), *rows.shape[1:])
+        dist.all_to_all_single(out, rows, coming, going, group=group)
+        return out if sends else combine_rows(out, places, None, used)
 
-
-class _ReturnRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, exchange: RowExchange) -> Tensor:
-        ctx.exchange = exchange
-        return _return(values, exchange)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return send_rows(grad, ctx.exchange), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return (return_rows if ctx.sends else send_rows)(grad, ctx.exchange), None, None

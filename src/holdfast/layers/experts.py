@@ -8,20 +8,20 @@ Slots are sorted by expert, each expert multiplies its rows, and the results are
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from holdfast.errors import unknown_name
+from holdfast.errors import require_known
 from holdfast.kernels.grouped import Dispatch, dispatch, gather_mm, mm_combine
 from holdfast.kernels.quantised import FLOATS, as_float
 from holdfast.kernels.torch_internals import is_exporting
 from holdfast.layers.expert_parallel import ExpertShards
+from holdfast.layers.gradient_scaling import with_scaled_gradient
 
 Activation = Callable[[Tensor], Tensor]
-
-
 UNKNOWN_FORMAT = "experts cannot run with weights in this format; exclude them from quantisation"
 
 
@@ -76,27 +76,25 @@ class Experts(nn.Module):
             bound = 1 / math.sqrt(self.hidden if name.startswith("down") else self.dim)
             nn.init.uniform_(parameter, -bound, bound)
 
-    def forward(self, tokens: Tensor, experts: Tensor, weights: Tensor, most_rows: int | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        most_rows: int | None = None,
+        factors: Tensor | None = None,
+    ) -> Tensor:
         """Return (T,d) for `tokens (T,d)`, `experts (T,K)` and `weights (T,K)`; the sum over slots is taken in float32.
 
         most_rows   at most this many slots have an expert; on a GPU, memory is allocated for them only. None: all slots
+        factors     (E,), by which the gradients of experts are multiplied; None: by 1
         """
         self._check(tokens, experts, weights)
         up_bias, down_bias = (getattr(self, f"{self._up_name}_bias"), self.down_proj_bias) if self.has_bias else (None, None)
+        glu = self.activation_name if self.gated else None
         up, down = self._weight(self._up_name), self._weight("down_proj")
-        return run_experts(
-            tokens,
-            experts,
-            weights,
-            up,
-            down,
-            up_bias,
-            down_bias,
-            activate=self._activate,
-            glu=self.activation_name if self.gated else None,
-            shards=self.shards,
-            most_rows=most_rows,
-        )
+        network = Network(up, down, up_bias, down_bias, self._activate, glu)
+        return run_experts(tokens, experts, weights, network, self.shards, most_rows, factors)
 
     def _weight(self, name: str) -> Tensor:
         """Return a weight as floating-point numbers; raise ValueError if that is not possible."""
@@ -113,20 +111,17 @@ class Experts(nn.Module):
         """
         if self.shards is not None:
             raise ValueError("these experts are sharded over ranks, and merging needs all of them; do not shard them.")
-        up_name = self._up_name
-        up = as_float(self, up_name, UNKNOWN_FORMAT)
-        dtype = _compute_dtype(tokens, up)
+        dtype = _compute_dtype(tokens, as_float(self, self._up_name, UNKNOWN_FORMAT))
 
         def merged(parameter: Tensor) -> Tensor:
             return (gates.to(dtype) @ parameter.to(dtype).flatten(1)).view(gates.shape[0], *parameter.shape[1:])
 
-        hidden = tokens.to(dtype) @ merged(up).transpose(1, 2)
-        if self.has_bias:
-            hidden = hidden + merged(getattr(self, f"{up_name}_bias")).unsqueeze(1)
-        hidden = self._gate(hidden) if self.gated else self.activation(hidden)
-        out = hidden @ merged(as_float(self, "down_proj", UNKNOWN_FORMAT)).transpose(1, 2)
-        if self.has_bias:
-            out = out + merged(self.down_proj_bias).unsqueeze(1)
+        def linear(rows: Tensor, name: str) -> Tensor:
+            out = rows @ merged(as_float(self, name, UNKNOWN_FORMAT)).transpose(1, 2)
+            return out + merged(getattr(self, f"{name}_bias")).unsqueeze(1) if self.has_bias else out
+
+        hidden = linear(tokens.to(dtype), self._up_name)
+        out = linear(self._gate(hidden) if self.gated else self.activation(hidden), "down_proj")
         return out if torch.is_autocast_enabled(tokens.device.type) else out.to(tokens.dtype)
 
     def _activate(self, hidden: Tensor, plan: Dispatch) -> Tensor:
@@ -142,16 +137,12 @@ class Experts(nn.Module):
             raise ValueError(f"tokens have shape {tuple(tokens.shape)}; these experts take (T, {self.dim}).")
         if experts.dim() != 2 or experts.shape != weights.shape or experts.shape[0] != tokens.shape[0]:
             raise ValueError(
-                f"experts {tuple(experts.shape)} and weights {tuple(weights.shape)} must both be (T, K) "
-                f"with T = {tokens.shape[0]}, the number of tokens."
+                f"experts {tuple(experts.shape)} and weights {tuple(weights.shape)} are not (T, K), T = {len(tokens)}."
             )
         if experts.device.type == "cpu" and not torch.compiler.is_compiling() and experts.numel() > 0:
             low, high = (int(bound) for bound in experts.aminmax())
             if low < 0 or high > self.experts:
-                raise ValueError(
-                    f"expert indices run from {low} to {high}; expected 0 to {self.experts - 1}, "
-                    f"or {self.experts} for an unused slot."
-                )
+                raise ValueError(f"experts are {low} to {high}, not 0 to {self.experts - 1}, or {self.experts} if unused.")
 
     def extra_repr(self) -> str:
         kind = "gated" if self.gated else "plain"
@@ -159,77 +150,71 @@ class Experts(nn.Module):
         return f"dim={self.dim}, hidden={self.hidden}, experts={self.experts}, {kind}, {name}, bias={self.has_bias}"
 
 
+class Network(NamedTuple):
+    """The weights of all experts, which are DTensors if experts are sharded, and their activation."""
+
+    up: Tensor  # (E,inner,d)
+    down: Tensor  # (E,d,hidden)
+    up_bias: Tensor | None  # (E,inner)
+    down_bias: Tensor | None  # (E,d)
+    activate: Callable[[Tensor, Dispatch], Tensor]  # on rows in the order of a `Dispatch`
+    glu: str | None  # the name of the activation if it is gated, because there may be a kernel for it
+
+
 def run_experts(
     tokens: Tensor,
     experts: Tensor,
     weights: Tensor,
-    up: Tensor,
-    down: Tensor,
-    up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    *,
-    activate: Callable[[Tensor, Dispatch], Tensor],
-    glu: str | None = None,
-    shards: ExpertShards | None = None,
-    most_rows: int | None = None,
+    network: Network,
+    shards: ExpertShards | None,
+    most_rows: int | None,
+    factors: Tensor | None = None,
 ) -> Tensor:
-    """Run `tokens (T,d)` through their experts, `up (E,inner,d)` and `down (E,d,hidden)`; index E marks an unused slot.
+    """Run `tokens (T,d)` through the experts of their slots; index E marks an unused slot.
 
-    activate    the activation, on rows in the order of a `Dispatch`
-    glu         the name of the activation if it is gated, because there may be a kernel for it
-    shards      with sharded experts: `up` and `down` are DTensors, and tokens are sent to the ranks of their experts
+    shards      with sharded experts: tokens are sent to the ranks of their experts
     most_rows   at most this many slots have an expert. Sharded experts count their slots exactly and ignore it
+    factors     (E,), by which the gradients of experts are multiplied; None: by 1
     """
-    dtype = _compute_dtype(tokens, up)
+    dtype = _compute_dtype(tokens, network.up)
     if shards is None:
-        out = _run_local(tokens.to(dtype), experts, weights.float(), most_rows, up, down, up_bias, down_bias, activate, glu)
+        out = _run_local(_scaled(network, factors), tokens.to(dtype), experts, weights.float(), most_rows)
     elif is_exporting():
-        raise ValueError(
-            "these experts are sharded over ranks, which an exported program cannot use; export the model on one rank."
-        )
+        raise ValueError("these experts are sharded over ranks: export the model on one rank, without shard_experts.")
     else:
-        up, down = shards.local_part(up), shards.local_part(down)
-        up_bias, down_bias = (None if bias is None else shards.local_part(bias) for bias in (up_bias, down_bias))
-        run = partial(_run_local, up=up, down=down, up_bias=up_bias, down_bias=down_bias, activate=activate, glu=glu)
-        out = shards.run(run, tokens.to(dtype), experts, weights.float())
+        parts = (None if weight is None else shards.local_part(weight) for weight in network[:4])
+        local = Network._make((*parts, *network[4:]))
+        local = _scaled(local, None if factors is None else factors[shards.own])
+        out = shards.run(partial(_run_local, local), tokens.to(dtype), experts, weights.float())
     return out if torch.is_autocast_enabled(tokens.device.type) else out.to(tokens.dtype)
 
 
-def _run_local(
-    tokens: Tensor,
-    experts: Tensor,
-    weights: Tensor,
-    most_rows: int | None,
-    up: Tensor,
-    down: Tensor,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    activate: Callable[[Tensor, Dispatch], Tensor],
-    glu: str | None,
-) -> Tensor:
+def _scaled(network: Network, factors: Tensor | None) -> Network:
+    """Return the same network, with gradients of each expert's weights that are multiplied by its factor."""
+    if factors is None:
+        return network
+    return Network._make(
+        (*(None if weight is None else with_scaled_gradient(weight, factors) for weight in network[:4]), *network[4:])
+    )
+
+
+def _run_local(network: Network, tokens: Tensor, experts: Tensor, weights: Tensor, most_rows: int | None) -> Tensor:
     """Run experts that are all on this rank, on tokens in the dtype of the products, with float32 weights."""
-    dtype = tokens.dtype
     if is_exporting():
-        return _run_all_experts(tokens, experts, weights, up.to(dtype), down.to(dtype), up_bias, down_bias, activate)
+        return _run_all_experts(network, tokens, experts, weights)
+    up, down, up_bias, down_bias, activate, glu = network
     plan = dispatch(experts, up.shape[0], most_rows)
-    hidden = gather_mm(tokens, up.to(dtype), plan, up_bias)
-    return mm_combine(hidden, down.to(dtype), weights, plan, activate=activate, glu=glu, bias=down_bias)
+    hidden = gather_mm(tokens, up.to(tokens.dtype), plan, up_bias)
+    return mm_combine(hidden, down.to(tokens.dtype), weights, plan, activate=activate, glu=glu, bias=down_bias)
 
 
-def _run_all_experts(
-    tokens: Tensor,
-    experts: Tensor,
-    weights: Tensor,
-    up: Tensor,
-    down: Tensor,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    activate: Callable[[Tensor, Dispatch], Tensor],
-) -> Tensor:
+def _run_all_experts(network: Network, tokens: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
     """Run every expert on every token and add the results of the selected ones, for exported programs.
 
     Shapes do not depend on the routing, and all operators are torch's. It takes E / K times as many products.
     """
+    up, down, up_bias, down_bias, activate, _ = network
+    up, down = up.to(tokens.dtype), down.to(tokens.dtype)
     count = up.shape[0]
     tokens = tokens.where((experts < count).any(1, keepdim=True), 0.0)  # a token without an expert may contain NaN
     hidden = torch.matmul(tokens.unsqueeze(0), up.transpose(1, 2))  # (E,T,inner)
@@ -264,8 +249,7 @@ def resolve_activation(activation: str | Activation) -> tuple[str | None, Activa
     """Return the name, or None for a callable, and the function of an activation."""
     if callable(activation):
         return None, activation
-    if activation not in ACTIVATIONS:
-        raise ValueError(unknown_name("activation", activation, ACTIVATIONS))
+    require_known("activation", activation, ACTIVATIONS)
     return activation, ACTIVATIONS[activation]
 
 

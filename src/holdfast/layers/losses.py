@@ -1,4 +1,4 @@
-"""Losses: pure functions of a `Routing` and a token mask.
+"""Losses: pure functions of a `Routing` and a token mask; and `margin`, of a router and its tokens.
 
     T tokens, E experts; token_mask (B,N) or (T,) bool, True where the token is real
 
@@ -19,8 +19,9 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from holdfast.kernels.balance import OverRanks, balance_loss
-from holdfast.routing import Routing
+from holdfast.certificates.margins import shortfalls
+from holdfast.kernels.balance import OverRanks, balance_loss, means
+from holdfast.routing import Context, Router, Routing
 from holdfast.routing.parts import TINY, normalise
 from holdfast.routing.state import mean_over_ranks, several_ranks
 
@@ -67,7 +68,7 @@ def load(routing: Routing, token_mask: Tensor | None = None, over_ranks: OverRan
 
 def z(routing: Routing, token_mask: Tensor | None = None, over_ranks: OverRanks = single_process_mean) -> Tensor:
     """Return mean_t logsumexp(logits_t)^2, which keeps logits small (Zoph et al. 2022)."""
-    (mean,) = _means(token_mask, over_ranks, torch.logsumexp(routing.logits, dim=-1, keepdim=True).square())
+    (mean,) = means(token_mask, over_ranks, torch.logsumexp(routing.logits, dim=-1, keepdim=True).square())
     return mean.squeeze()
 
 
@@ -78,8 +79,53 @@ def entropy(routing: Routing, token_mask: Tensor | None = None, over_ranks: Over
     """
     gates = normalise(routing.gates)
     entropies = -(gates * gates.clamp_min(TINY).log()).sum(-1, keepdim=True)
-    (mean,) = _means(token_mask, over_ranks, entropies)
+    (mean,) = means(token_mask, over_ranks, entropies)
     return math.log(gates.shape[-1]) - mean.squeeze()
+
+
+def margin(
+    router: Router,
+    tokens: Tensor,
+    context: Context,
+    radius: float,
+    token_mask: Tensor | None = None,
+    over_ranks: OverRanks = single_process_mean,
+) -> Tensor:
+    """Return the mean over tokens of relu(r0 - r) / r0, with r0 = `radius` and r the certificate's distance over |x|.
+
+    It is 0 if every token keeps its experts under every change of up to r0 of its own length.
+    """
+    (mean,) = means(token_mask, over_ranks, shortfalls(router, tokens, context, radius).float().unsqueeze(1))
+    return mean.squeeze()
+
+
+def consistency(
+    one: Routing,
+    other: Routing,
+    token_mask: Tensor | None = None,
+    over_ranks: OverRanks = single_process_mean,
+    *,
+    other_mask: Tensor | None = None,
+) -> Tensor:
+    """Return the mean Jensen-Shannon divergence, in nats, between the normalised gates of two views of one input.
+
+    0 if they are equal, log 2 if they share no expert (survey 4.2). Row t of `other` is the token of row t of `one`, and
+    `token_mask` is of both. Views with different numbers of tokens are compared by the mean gates of their real tokens;
+    `other_mask` is the mask of `other` there.
+    """
+    gates, others = normalise(one.gates), normalise(other.gates)
+    if gates.shape == others.shape:
+        (mean,) = means(token_mask, over_ranks, _jensen_shannon(gates, others))
+        return mean.squeeze()
+    (gates,), (others,) = means(token_mask, over_ranks, gates), means(other_mask, over_ranks, others)
+    return _jensen_shannon(gates, others).squeeze()
+
+
+def _jensen_shannon(one: Tensor, other: Tensor) -> Tensor:
+    """Return (...,1): (KL(p || m) + KL(q || m)) / 2 of the rows p of `one` and q of `other`, with m = (p + q) / 2."""
+    log_mean = ((one + other) / 2).clamp_min(TINY).log()
+    differences = [p * (p.clamp_min(TINY).log() - log_mean) for p in (one, other)]
+    return (differences[0] + differences[1]).sum(-1, keepdim=True) / 2
 
 
 TERMS = {"balance": balance, "importance": importance, "load": load, "z": z, "entropy": entropy}
@@ -87,45 +133,66 @@ TERMS = {"balance": balance, "importance": importance, "load": load, "z": z, "en
 
 @dataclass(frozen=True)
 class Losses:
-    """The coefficients of the losses that a router adds in training. A loss with coefficient 0 is not computed."""
+    """The coefficients of the losses that are added in training. A loss with coefficient 0 is not computed.
+
+    balance, importance, load, z, entropy, margin   losses of a routing, which the router computes (this file)
+    radius                      what `margin` trains tokens to be certified for, as a share of their own length
+    diversity, distillation     losses of the experts' outputs, which the layer computes (expert_losses.py)
+    consistency                 the loss between two forwards of one input, which a Hugging Face model computes
+    word_noise                  the share of token ids that are others in the second of these forwards; 0: only dropout
+                                makes the two differ
+    """
 
     balance: float = 0.0
     importance: float = 0.0
     load: float = 0.0
     z: float = 0.0
     entropy: float = 0.0
+    margin: float = 0.0
+    radius: float = 0.0
+    diversity: float = 0.0
+    distillation: float = 0.0
+    consistency: float = 0.0
+    word_noise: float = 0.0
 
     def __post_init__(self) -> None:
         for term in fields(self):
             if not 0 <= getattr(self, term.name) < math.inf:  # a negative coefficient would reward what the loss penalises
-                raise ValueError(
-                    f"the coefficient of {term.name} is {getattr(self, term.name)}; it must be finite and not negative."
-                )
+                raise ValueError(f"{term.name} is {getattr(self, term.name)}; a coefficient is finite and not negative.")
+        if self.word_noise > 1 or (self.word_noise and not self.consistency):
+            raise ValueError(
+                f"word_noise is {self.word_noise} with consistency={self.consistency}; it is the share of token ids, from 0 "
+                "to 1, that the loss consistency replaces: give both, or leave word_noise out."
+            )
+        if self.margin and not self.radius:
+            raise ValueError("margin needs a radius: how much of its own length a token may change, for example 0.02.")
+        if self.radius and not self.margin:
+            raise ValueError("radius is for the loss margin; give both, or leave radius out.")
+
+    @property
+    def reads_experts(self) -> bool:
+        """Whether a loss reads outputs of experts, which a layer then computes for it."""
+        return bool(self.diversity or self.distillation)
 
     def __call__(
-        self, routing: Routing, token_mask: Tensor | None = None, over_ranks: OverRanks = mean_over_ranks
+        self,
+        routing: Routing,
+        token_mask: Tensor | None = None,
+        over_ranks: OverRanks = mean_over_ranks,
+        *,
+        router: Router | None = None,
+        tokens: Tensor | None = None,
+        context: Context | None = None,
     ) -> Mapping[str, Tensor]:
-        """Return the weighted losses of the tokens of all ranks by name, ready to be added to the training loss."""
+        """Return the weighted losses of the tokens of all ranks by name, ready to be added to the training loss.
+
+        `margin` reads the router and what it was called with; without these it is left out.
+        """
         weights = {name: getattr(self, name) for name in TERMS if getattr(self, name) != 0}
-        return {name: weight * TERMS[name](routing, token_mask, over_ranks) for name, weight in weights.items()}
-
-
-def _means(token_mask: Tensor | None, over_ranks: OverRanks, *values: Tensor) -> tuple[Tensor, ...]:
-    """Return the mean of each of `values (T,n)` over the real tokens of all ranks; 0 if there are none.
-
-    Sums are divided by the mean number of tokens over ranks, so that the mean over ranks is the mean over tokens. The
-    gradient is that of this rank's tokens. All sums are exchanged in one message.
-    """
-    rows = torch.cat([value.float() for value in values], dim=1)
-    if token_mask is None:
-        total, count = rows.sum(0), rows.new_full((1,), rows.shape[0])
-    else:
-        real = token_mask.reshape(-1, 1)
-        total, count = rows.where(real, 0.0).sum(0), real.sum(0).to(rows.dtype)
-    whole = over_ranks(torch.cat([total.detach(), count]))
-    count = whole[-1:].where(whole[-1:] > 0, 1.0)
-    mean = (whole[:-1] + (total - total.detach())) / count
-    return mean.split([value.shape[1] for value in values])
+        losses = {name: weight * TERMS[name](routing, token_mask, over_ranks) for name, weight in weights.items()}
+        if self.margin and router is not None and tokens is not None and context is not None:
+            losses["margin"] = self.margin * margin(router, tokens, context, self.radius, token_mask, over_ranks)
+        return losses
 
 
 def _mean_over_groups(
@@ -134,13 +201,13 @@ def _mean_over_groups(
     """Return the mean of `loss(*means of values)` over the balance groups that have tokens, on any rank; 0 if none has."""
     groups = routing.balance_groups
     if groups is None:
-        return loss(*_means(token_mask, over_ranks, *values))
+        return loss(*means(token_mask, over_ranks, *values))
     real = None if token_mask is None else token_mask.reshape(-1)
     total, present = values[0].new_zeros(()), values[0].new_zeros(())
     for member in groups.unbind(1):
-        means = _means(member if real is None else member & real, over_ranks, *values)
-        has_tokens = (means[0].detach().sum() > 0).to(total.dtype)  # normalised gates of one token or more
-        total, present = total + has_tokens * loss(*means), present + has_tokens
+        of_group = means(member if real is None else member & real, over_ranks, *values)
+        has_tokens = (of_group[0].detach().sum() > 0).to(total.dtype)  # normalised gates of one token or more
+        total, present = total + has_tokens * loss(*of_group), present + has_tokens
     return total / present.clamp_min(1.0)
 
 

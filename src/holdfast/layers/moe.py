@@ -10,17 +10,19 @@ B sequences of N tokens, width d, E experts with p slots each
 """
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from typing import ClassVar, final
 
 import torch
 from torch import Tensor, nn
 
 from holdfast.kernels.torch_internals import is_exporting
+from holdfast.layers.expert_losses import Teacher, of_experts
 from holdfast.layers.experts import Activation, Experts, resolve_activation
+from holdfast.layers.gradient_scaling import gradient_factors
+from holdfast.layers.losses import Losses
 from holdfast.routing import Context, Router, Routing
 from holdfast.routing.declarations import LayerKind
-
-LAYER_NAMES: dict[LayerKind, str] = {"moe": "MoE", "soft": "SoftMoE", "smear": "SMEAR"}
 
 
 class RoutedLayer(nn.Module, ABC):
@@ -28,36 +30,48 @@ class RoutedLayer(nn.Module, ABC):
 
     `forward` returns the output and the `Routing`, whose losses the caller adds to the training loss. Padding that contains
     NaN or huge numbers is replaced by 0.
+
+    teacher   what the loss distillation compares experts with: a function from tokens (T,d) to (T,d), without gradients
     """
 
     kind: ClassVar[LayerKind]
+    teacher: Teacher | None
 
-    def __init__(self, router: Router, experts: Experts, shared: nn.Module | None = None) -> None:
+    def __init__(
+        self, router: Router, experts: Experts, shared: nn.Module | None = None, *, teacher: Teacher | None = None
+    ) -> None:
         super().__init__()
         if router.experts != experts.experts:
-            raise ValueError(
-                f"the router selects from {router.experts} experts, but there are {experts.experts}; use the same number."
-            )
+            raise ValueError(f"the router has {router.experts} experts, but there are {experts.experts}; use equal numbers.")
         if router.dim != experts.dim:
             raise ValueError(f"the router has width {router.dim} and the experts {experts.dim}; use the same width.")
         if router.select.layer_kind != self.kind:
             raise ValueError(
                 f"{type(router.select).__name__} selects for a layer of its own; use holdfast."
-                f"{LAYER_NAMES[router.select.layer_kind]} instead of {LAYER_NAMES[self.kind]}."
+                f"{LAYERS[router.select.layer_kind].__name__} instead of {type(self).__name__}."
+            )
+        if isinstance(router.losses, Losses) and router.losses.consistency:
+            raise ValueError(
+                "the loss consistency compares two forwards of a model, and a layer runs one; call "
+                "holdfast.layers.losses.consistency with the routings of both."
             )
         self.router, self.experts, self.shared = router, experts, shared
+        self.__dict__["teacher"] = teacher  # not a submodule: it is neither trained nor saved
         # Read once: torch.compile of torch 2.11 cannot trace the declarations.
         self._refuses_causal = router.select.declares.refuses_causal
 
     def forward(self, tokens: Tensor, context: Context | None = None) -> tuple[Tensor, Routing]:
         context = context or Context()
         if context.causal and self._refuses_causal:
-            raise ValueError(not_causal(LAYER_NAMES[self.kind]))
+            raise ValueError(not_causal(type(self).__name__))
         if context.token_mask is not None:
             tokens = context.zero_unusable(tokens.view(*context.token_mask.shape, -1)).view(tokens.shape)
         routing: Routing = self.router(tokens, context)
+        routing = with_expert_losses(routing, self.router, self.experts, tokens, context.token_mask, self.teacher)
         most_rows = None if context.replayed is not None else self.router.select.most_rows(routing.experts.shape[0])
-        out = self.run(self.experts, tokens, routing, routing.weights, context.token_mask, most_rows)
+        scaled = self.router.gradient_scaling is not None
+        factors = gradient_factors(self.router, routing, context.token_mask) if scaled else None
+        out = self.run(self.experts, tokens, routing, routing.weights, context.token_mask, most_rows, factors)
         if self.shared is not None:
             out = out + self.shared(tokens)
         return out, routing
@@ -65,12 +79,36 @@ class RoutedLayer(nn.Module, ABC):
     @staticmethod
     @abstractmethod
     def run(
-        experts: Experts, tokens: Tensor, routing: Routing, weights: Tensor, real: Tensor | None, most_rows: int | None
+        experts: Experts,
+        tokens: Tensor,
+        routing: Routing,
+        weights: Tensor,
+        real: Tensor | None,
+        most_rows: int | None,
+        factors: Tensor | None = None,
     ) -> Tensor:
         """Return the outputs of `experts` for `tokens (B,N,d)`, with `weights (T,K)` in the place of the routing's.
 
         most_rows   as the selector that returned the routing declares it; None: not known
+        factors     (E,), by which the gradients of experts are multiplied; None: by 1
         """
+
+
+def with_expert_losses(
+    routing: Routing, router: Router, experts: nn.Module, tokens: Tensor, real: Tensor | None, teacher: Teacher | None
+) -> Routing:
+    """Return the routing with the losses of the experts' outputs for `tokens (B,N,d)`, if the router's losses have some."""
+    losses = router.losses
+    if not (router.training and router.learning and isinstance(losses, Losses) and losses.reads_experts):
+        return routing
+    if losses.distillation and router.select.layer_kind != "moe":
+        raise ValueError(
+            f"{router.layer}: the loss distillation compares an expert's output for a token with a teacher's, and the "
+            "experts of SoftMoE and SMEAR layers run on means of tokens or are merged; set distillation to 0."
+        )
+    count, rows = routing.gates.shape[-1], tokens.reshape(-1, tokens.shape[-1])
+    terms = of_experts(losses, experts, count, rows, routing.experts, routing.weights, real, teacher, router.layer)
+    return replace(routing, losses={**routing.losses, **terms})
 
 
 def not_causal(layer: str) -> str:
@@ -93,10 +131,17 @@ class MoE(RoutedLayer):
 
     @staticmethod
     def run(
-        experts: Experts, tokens: Tensor, routing: Routing, weights: Tensor, real: Tensor | None, most_rows: int | None
+        experts: Experts,
+        tokens: Tensor,
+        routing: Routing,
+        weights: Tensor,
+        real: Tensor | None,
+        most_rows: int | None,
+        factors: Tensor | None = None,
     ) -> Tensor:
-        limit = {} if most_rows is None else {"most_rows": most_rows}  # experts of one's own need not know it
-        out: Tensor = experts(tokens.reshape(-1, tokens.shape[-1]), routing.experts, weights, **limit)
+        given = {"most_rows": most_rows, "factors": factors}
+        given = {name: value for name, value in given.items() if value is not None}  # experts of one's own need not know it
+        out: Tensor = experts(tokens.reshape(-1, tokens.shape[-1]), routing.experts, weights, **given)
         return out.view(tokens.shape)
 
 
@@ -113,7 +158,13 @@ class SoftMoE(RoutedLayer):
 
     @staticmethod
     def run(
-        experts: Experts, tokens: Tensor, routing: Routing, weights: Tensor, real: Tensor | None, most_rows: int | None
+        experts: Experts,
+        tokens: Tensor,
+        routing: Routing,
+        weights: Tensor,
+        real: Tensor | None,
+        most_rows: int | None,
+        factors: Tensor | None = None,
     ) -> Tensor:
         assert routing.dispatch is not None and routing.shares is not None
         (sequences, length, dim), (_, count, slots) = tokens.shape, routing.shares.shape
@@ -143,7 +194,13 @@ class SMEAR(RoutedLayer):
 
     @staticmethod
     def run(
-        experts: Experts, tokens: Tensor, routing: Routing, weights: Tensor, real: Tensor | None, most_rows: int | None
+        experts: Experts,
+        tokens: Tensor,
+        routing: Routing,
+        weights: Tensor,
+        real: Tensor | None,
+        most_rows: int | None,
+        factors: Tensor | None = None,
     ) -> Tensor:
         dense = torch.zeros_like(routing.gates).scatter(1, routing.experts, weights).unflatten(0, tokens.shape[:2])
         # All tokens of a sequence have the same gates. Padding that contains NaN has no gradient: take a real token.
@@ -183,5 +240,4 @@ class FeedForward(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         up = self.up_proj(tokens)
         hidden = self.activation(up) if self.gate_proj is None else self.activation(self.gate_proj(tokens)) * up
-        out: Tensor = self.down_proj(hidden)
-        return out
+        return self.down_proj(hidden)

@@ -1,9 +1,15 @@
-"""The initial weights of experts and shared experts: copies of a dense network (sparse upcycling), or random numbers."""
+"""The initial weights of experts and shared experts: copies of a dense network (sparse upcycling), or random numbers.
+
+`DenseTeacher` keeps the dense network itself, for the loss distillation.
+"""
+
+from collections.abc import Mapping
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from holdfast.layers.experts import Experts
+from holdfast.layers.experts import Activation, Experts
 from holdfast.layers.moe import FeedForward
 
 
@@ -46,3 +52,30 @@ def fill_shared(shared: nn.Module, dense: dict[str, Tensor] | None, std: float) 
         if name in dense:
             for path, part in zip(paths, dense[name].chunk(len(paths)), strict=True):
                 shared.get_parameter(f"{path}.{kind}")[: part.shape[0]].copy_(part)
+
+
+class DenseTeacher(nn.Module):
+    """The dense network that the experts of a layer are copies of, frozen: (T,d) to (T,d).
+
+    Its weights are buffers that are not saved: no optimiser trains them, they move with the model, and they take the memory
+    of one expert. A saved model has the experts that it has taught.
+    """
+
+    activation: Activation
+
+    def __init__(self, weights: Mapping[str, Tensor], activation: Activation) -> None:
+        super().__init__()
+        self.gated = "gate_up_proj" in weights
+        self.__dict__["activation"] = activation  # not a submodule: that of the experts
+        for name, weight in weights.items():
+            self.register_buffer(name, weight.clone(), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self._linear(tokens.to(self.get_buffer("down_proj").dtype), "gate_up_proj" if self.gated else "up_proj")
+        if self.gated:
+            gate, up = hidden.chunk(2, dim=-1)
+            return self._linear(self.activation(gate) * up, "down_proj")
+        return self._linear(self.activation(hidden), "down_proj")
+
+    def _linear(self, rows: Tensor, name: str) -> Tensor:
+        return F.linear(rows, self.get_buffer(name), self._buffers.get(f"{name}_bias"))

@@ -1,17 +1,6 @@
 """Metrics of tasks and of routing. They read records, never a model; they skip padding, and parts of a run can be merged."""
 
 from holdfast.metrics.accumulator import Accumulator as Accumulator
-from holdfast.metrics.jump import FlipPoints as FlipPoints
-from holdfast.metrics.jump import Jumps as Jumps
-from holdfast.metrics.jump import jump as jump
-from holdfast.metrics.jump import jumps as jumps
-from holdfast.metrics.jump import nearest_flip as nearest_flip
-from holdfast.metrics.near_ties import Boundary as Boundary
-from holdfast.metrics.near_ties import NearTie as NearTie
-from holdfast.metrics.near_ties import NearTieMass as NearTieMass
-from holdfast.metrics.near_ties import NearTies as NearTies
-from holdfast.metrics.near_ties import boundary_of as boundary_of
-from holdfast.metrics.near_ties import levels_of as levels_of
 from holdfast.metrics.paired import Blocks as Blocks
 from holdfast.metrics.paired import Cost as Cost
 from holdfast.metrics.paired import Difference as Difference
@@ -27,7 +16,7 @@ from holdfast.metrics.registry import METRICS as METRICS
 from holdfast.metrics.registry import ChosenMetrics as ChosenMetrics
 from holdfast.metrics.registry import describe_metrics as describe_metrics
 from holdfast.metrics.registry import register_metric as register_metric
-from holdfast.metrics.routing_report import RoutingReport as RoutingReport
+from holdfast.metrics.selection import Boundary as Boundary
 from holdfast.metrics.selection import Changes as Changes
 from holdfast.metrics.selection import CoSelection as CoSelection
 from holdfast.metrics.selection import CoSelectionGraph as CoSelectionGraph
@@ -38,10 +27,19 @@ from holdfast.metrics.selection import ExpertsPerToken as ExpertsPerToken
 from holdfast.metrics.selection import GateEntropy as GateEntropy
 from holdfast.metrics.selection import LayerInstability as LayerInstability
 from holdfast.metrics.selection import Load as Load
+from holdfast.metrics.selection import NearTie as NearTie
+from holdfast.metrics.selection import NearTieMass as NearTieMass
+from holdfast.metrics.selection import NearTies as NearTies
 from holdfast.metrics.selection import PredictionStability as PredictionStability
 from holdfast.metrics.selection import RoutingChanges as RoutingChanges
+from holdfast.metrics.selection import RoutingReport as RoutingReport
 from holdfast.metrics.selection import WeightSum as WeightSum
 from holdfast.metrics.selection import WeightSums as WeightSums
+from holdfast.metrics.selection import boundary_of as boundary_of
+from holdfast.metrics.selection import gradient_interference as gradient_interference
+from holdfast.metrics.selection import graph_sparsity as graph_sparsity
+from holdfast.metrics.selection import levels_of as levels_of
+from holdfast.metrics.selection import margins as margins
 from holdfast.metrics.selection import set_changes as set_changes
 from holdfast.metrics.selection import spectral_gap as spectral_gap
 from holdfast.metrics.tasks import ALEXNET_ERRORS as ALEXNET_ERRORS

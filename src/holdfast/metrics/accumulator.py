@@ -19,9 +19,12 @@ class Accumulator(ABC, Generic[Result]):
 
     The sums are float64 on the CPU for data on any device, so that parts from several devices can be merged (and, over
     ranks, pickled and gathered). Counts are exact up to 2^53.
+
+    settings    the options that must be equal in two metrics that are merged
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *settings: object) -> None:
+        self.settings = settings
         self._sums: dict[str, Tensor] = {}
 
     @abstractmethod
@@ -29,44 +32,34 @@ class Accumulator(ABC, Generic[Result]):
         """Return the metric over all added data. Raise ValueError if there is none."""
 
     @property
-    def settings(self) -> tuple[object, ...]:
-        """The options that must be equal in two metrics that are merged."""
-        return ()
-
-    @property
     def tokens(self) -> int:
         """The number of real tokens added so far."""
-        return int(self._sums["tokens"]) if "tokens" in self._sums else 0
+        return int(self._sums.get("tokens", 0))
 
     def merge(self, other: Self) -> Self:
         """Add the data of `other`, another part of the same run; change and return this metric."""
-        if type(other) is not type(self):
-            own, others = type(self).__name__, type(other).__name__
-            raise ValueError(f"cannot merge a {others} into a {own}; merge metrics of one class.")
-        if other.settings != self.settings:
-            raise ValueError(
-                f"two {type(self).__name__}s with different settings cannot be merged: {self.settings} and {other.settings}."
-            )
+        if type(other) is not type(self) or other.settings != self.settings:
+            one, into = (f"{type(each).__name__} {each.settings}" for each in (other, self))
+            raise ValueError(f"cannot merge a {one} into a {into}; merge metrics of one class with the same settings.")
         self._add(**other._sums)
         return self
 
     def _add(self, **amounts: Tensor | float) -> None:
         """Add all amounts; raise ValueError and add none if a shape does not fit."""
-        added = {
-            name: torch.as_tensor(amount, dtype=torch.float64, device="cpu").detach() for name, amount in amounts.items()
-        }
-        for name, amount in added.items():
-            if name in self._sums and self._sums[name].shape != amount.shape:
+        sums = dict(self._sums)
+        for name, amount in amounts.items():
+            added = torch.as_tensor(amount, dtype=torch.float64, device="cpu").detach()
+            if name in sums and sums[name].shape != added.shape:
                 raise ValueError(
-                    f"{type(self).__name__} has {name} of shape {tuple(self._sums[name].shape)} and cannot add shape "
-                    f"{tuple(amount.shape)}; use one metric for each layer with another number of experts."
+                    f"{type(self).__name__} has {name} of shape {tuple(sums[name].shape)} and cannot add shape "
+                    f"{tuple(added.shape)}; use one metric for each layer with another number of experts."
                 )
-        for name, amount in added.items():
-            self._sums[name] = self._sums[name] + amount if name in self._sums else amount
+            sums[name] = sums[name] + added if name in sums else added
+        self._sums = sums
 
     def _per(self, unit: str) -> float:
         """Return the total to divide by. Raise ValueError if it is 0."""
-        total = float(self._sums[unit]) if unit in self._sums else 0.0
+        total = float(self._sums.get(unit, 0))
         if total == 0:
             raise ValueError(f"{type(self).__name__} has no {unit}: call update with data that are not padding.")
         return total

@@ -21,6 +21,7 @@ the interval is computed: it does not shrink as if each seed had examples of its
 n examples
 """
 
+import itertools
 import math
 import statistics
 from abc import ABC, abstractmethod
@@ -222,17 +223,16 @@ class Predictions(PerExample):
         draw, figures = np.random.default_rng(0), []
         for _ in range(RESAMPLES):
             drawn = draw.integers(examples, size=examples)
-            means = [
-                np.mean([label_metric(one.metric, one.predicted[drawn], one.labels[drawn]) for one in each])
-                for each in (models, baseline)
-                if each
-            ]
-            figures.append(means[0] - means[1] if baseline else means[0])
+            mean, *others = (np.mean([one._figure(drawn) for one in each]) for each in (models, baseline) if each)
+            figures.append(mean - others[0] if others else mean)
         defined = np.array(figures)[np.isfinite(figures)]
         if len(defined) < RESAMPLES // 2:
             return None
         low, high = np.quantile(defined, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
         return float(low), float(high)
+
+    def _figure(self, drawn: npt.NDArray[np.int64]) -> float:
+        return label_metric(self.metric, self.predicted[drawn], self.labels[drawn])
 
 
 def read_per_example(stored: Mapping[str, Any] | None) -> PerExample | None:
@@ -322,9 +322,8 @@ def paired(
     bounds      the smallest and the largest possible difference; the interval stays between them
     """
     if len(baseline) != len(other) or not baseline:
-        raise ValueError(
-            f"{len(baseline)} seeds of the baseline and {len(other)} of the other; expected the same seeds, at least one."
-        )
+        counts = f"{len(baseline)} seeds of the baseline and {len(other)} of the other"
+        raise ValueError(f"{counts}; expected the same seeds, at least one.")
     for name, values in (("baseline", baseline), ("other", other)):
         broken = [index for index, value in enumerate(values) if not math.isfinite(value)]
         if broken:
@@ -338,27 +337,25 @@ def paired(
         return Difference(mean, None, None, seeds)
     below, above = (0.0, 0.0) if examples is None else (mean - examples[0], examples[1] - mean)
     low, high = mean - math.hypot(over_seeds, below), mean + math.hypot(over_seeds, above)
-    over: Over = EVERYTHING if seeds >= FEWEST_SEEDS else "these models only"
-    return Difference(
-        mean, max(low, bounds[0]), min(high, bounds[1]), seeds, "these examples only" if examples is None else over
-    )
+    over: Over = "these examples only" if examples is None else EVERYTHING if seeds >= FEWEST_SEEDS else "these models only"
+    return Difference(mean, max(low, bounds[0]), min(high, bounds[1]), seeds, over)
 
 
 def level_of(scores: Sequence[Score]) -> Difference | None:
     """Return the mean figure of the models of one router, with its interval; None if one of them has no figure."""
-    return _mean_figure(scores)
+    return difference_of(None, scores)
 
 
-def difference_of(before: Sequence[Score], after: Sequence[Score]) -> Difference | None:
-    """Return the difference of two routers, paired by seed and by example; None if a model has no figure."""
-    return _mean_figure(after, before)
+def difference_of(before: Sequence[Score] | None, after: Sequence[Score]) -> Difference | None:
+    """Return the difference of two routers, paired by seed and by example; None if a model has no figure.
 
-
-def _mean_figure(models: Sequence[Score], *baselines: Sequence[Score]) -> Difference | None:
-    figures, *others = ([score.get("figure") for score in scores] for scores in (models, *baselines))
-    if not figures or None in (*figures, *(figure for other in others for figure in other)):
+    `before=None` means 0 for each seed: the result is the mean figure of `after`.
+    """
+    routers = [after] if before is None else [before, after]
+    *others, figures = [[score.get("figure") for score in scores] for scores in routers]
+    if not figures or None in itertools.chain(figures, *others):
         return None
-    examples, bounds = over_examples(*baselines, models)
+    examples, bounds = over_examples(*routers)
     return paired(others[0] if others else [0.0] * len(figures), figures, examples=examples, bounds=bounds)  # type: ignore[arg-type]
 
 

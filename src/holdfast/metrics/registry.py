@@ -5,14 +5,14 @@ They are shown beside the main measure of a task, for clean and for attacked dat
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeVar, final, get_args
 
 import torch
 from torch import Tensor
 
-from holdfast.errors import unknown_name
+from holdfast.errors import require_known
 from holdfast.metrics.accumulator import Accumulator
 from holdfast.metrics.tasks import Perplexity, in_top_k, token_nll
 from holdfast.plugins import Registry, check_name, takes, watch
@@ -35,16 +35,12 @@ class Metric:
 
     def __post_init__(self) -> None:
         check_name(self.name, "a metric")
-        for what, value, known in (("input", self.of, get_args(Of)), ("direction", self.better, get_args(Better))):
-            if value not in known:
-                raise ValueError(f"metric {self.name!r}: {unknown_name(what, value, known)}")
+        require_known(f"input of metric {self.name!r}:", self.of, get_args(Of))
+        require_known(f"direction of metric {self.name!r}:", self.better, get_args(Better))
 
     def start(self) -> Any:
         """Return an object with `update` and `result`, without data."""
         return self.measured() if inspect.isclass(self.measured) else RowMean(self)
-
-    def describe(self) -> dict[str, str]:
-        return {key: value for key, value in asdict(self).items() if key in ("name", "about", "better")}
 
 
 METRICS: Registry[Metric] = Registry("metric")
@@ -81,7 +77,7 @@ def register_metric(name: str, *, of: Of, about: str, better: Better = "higher")
             called = measured.update  # type: ignore[attr-defined]
         if not takes(called, len(inputs) + is_class):  # a method also takes its object
             raise ValueError(f"metric {name!r}: it is called with {' and '.join(inputs)}, which it does not take.")
-        METRICS.add(metric)
+        METRICS.register(metric)
         return measured
 
     return add
@@ -145,7 +141,7 @@ class ChosenMetrics:
 
 def describe_metrics(names: Sequence[str]) -> list[dict[str, str]]:
     """Return the names, descriptions and directions of metrics, to store with results."""
-    return [METRICS[name].describe() for name in names]
+    return [{key: getattr(METRICS[name], key) for key in ("name", "about", "better")} for name in names]
 
 
 for _metric in (

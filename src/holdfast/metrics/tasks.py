@@ -51,16 +51,12 @@ def in_top_k(logits: Tensor, targets: Tensor, k: int = 1, token_mask: Tensor | N
     Ties go to the lower class, as in `argmax`. Logits that are NaN rank above everything, so a model with NaN scores 0.
     """
     if logits.shape[:-1] != targets.shape:
-        raise ValueError(
-            f"logits have shape {tuple(logits.shape)}, targets {tuple(targets.shape)}; expected targets of shape "
-            f"{tuple(logits.shape[:-1])}, one class for each row."
-        )
+        got, expected = f"logits have shape {tuple(logits.shape)}, targets {tuple(targets.shape)}", tuple(logits.shape[:-1])
+        raise ValueError(f"{got}; expected targets of shape {expected}, one class for each row.")
     rows, targets = real_rows(logits.reshape(-1, logits.shape[-1]), token_mask), real_rows(targets.reshape(-1), token_mask)
     if targets.numel() and not 0 <= int(targets.min()) <= int(targets.max()) < rows.shape[1]:
-        raise ValueError(
-            f"targets run from {int(targets.min())} to {int(targets.max())}, but there are {rows.shape[1]} classes; "
-            "set token_mask to False for targets that are not scored."
-        )
+        found = f"targets run from {int(targets.min())} to {int(targets.max())}, but there are {rows.shape[1]} classes"
+        raise ValueError(f"{found}; set token_mask to False for targets that are not scored.")
     of_target = rows.gather(1, targets.unsqueeze(1))
     ahead = ~(rows <= of_target)  # not `rows > of_target`: with NaN, a target must not count as the largest
     earlier = torch.arange(rows.shape[1], device=rows.device) < targets.unsqueeze(1)
@@ -73,10 +69,8 @@ def token_nll(logits: Tensor, targets: Tensor) -> Tensor:
     Nothing is shifted: the logits at a position must predict the target at that position. Pass `targets != -100` to metrics
     as `token_mask`.
     """
-    flat = F.cross_entropy(
-        logits.reshape(-1, logits.shape[-1]).float(), targets.reshape(-1), reduction="none", ignore_index=IGNORED
-    )
-    return flat.view(targets.shape)
+    rows = logits.reshape(-1, logits.shape[-1]).float()
+    return F.cross_entropy(rows, targets.reshape(-1), reduction="none", ignore_index=IGNORED).view(targets.shape)
 
 
 class Perplexity(Accumulator[float]):
@@ -127,10 +121,8 @@ class AnomalyPrecision:
         positive = torch.cat([torch.empty(0, dtype=torch.bool), *self._positive])
         found = int(positive.sum())
         if found in (0, len(positive)):
-            raise ValueError(
-                f"AnomalyPrecision has {found} out-of-distribution examples and {len(positive) - found} others; "
-                "it needs both kinds."
-            )
+            counts = f"{found} out-of-distribution examples and {len(positive) - found} others"
+            raise ValueError(f"AnomalyPrecision has {counts}; it needs both kinds.")
         require_extra("measuring outliers", "sklearn")
         from sklearn.metrics import average_precision_score  # type: ignore[import-untyped]
 
@@ -254,8 +246,8 @@ def label_metric(name: str, predicted: Values, labels: Values) -> float:
 
 def label_metrics(predicted: Values, labels: Values, *, classes: int) -> dict[str, float]:
     """Return all metrics that these labels have; `classes` is 0 if they are numbers to predict."""
-    fits = {
-        name: metric.numbers == (classes == 0) and not (metric.two_classes and classes != 2)
-        for name, metric in LABEL_METRICS.items()
-    }
-    return {name: label_metric(name, predicted, labels) for name, fit in fits.items() if fit}
+    found = {}
+    for name, metric in LABEL_METRICS.items():
+        if metric.numbers == (classes == 0) and (classes == 2 or not metric.two_classes):
+            found[name] = label_metric(name, predicted, labels)
+    return found

@@ -17,7 +17,7 @@ from typing import Annotated, ClassVar, Literal, final
 import torch
 from torch import Tensor
 
-from holdfast.auditing.reports import DataSettings, Positive, Report, require_lengths
+from holdfast.auditing.reports import DataSettings, Positive, Report
 from holdfast.checked import Limits
 
 PERMILLES = {"50": 500, "90": 900, "99": 990, "99.9": 999}  # quantiles by name, in thousandths
@@ -48,8 +48,6 @@ class MismatchSettings(DataSettings):
         low, high = self.clip if len(self.clip) == 2 else (0.0, 0.0)
         if not 0 <= low < 1 < high < math.inf:
             raise ValueError(f"clip is {low:g} to {high:g}; expected a range of ratios around 1, such as 0.8 to 1.2.")
-        if not self.tail or min(self.tail) <= 0:
-            raise ValueError("tail needs sizes above 0.")
 
 
 @final
@@ -129,22 +127,17 @@ class SkippedRow:
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class MismatchReport(Report):
     """How far a training forward is from a rollout."""
 
     file_name: ClassVar[str] = "mismatch.json"
     kind: ClassVar[str] = "a mismatch report"
+    page: ClassVar[str] = "holdfast.report.mismatch_page:mismatch_page"
 
     settings: MismatchSettings
     rows: list[Row]
     skipped: list[SkippedRow]
-
-    def __post_init__(self) -> None:
-        tails = [row.logprobs.tail for row in self.rows if row.logprobs is not None]
-        require_lengths(len(self.settings.tail), "a share for each size in every tail", *tails)
-        if not self.rows and not self.skipped:
-            raise ValueError("rows and skipped are both empty.")
 
     def row(self, remedy: str, rollout: str = "simulated") -> Row:
         """Return the row of a remedy: live, replay, smooth or float32, against the simulated or the recorded rollout."""
@@ -181,14 +174,10 @@ class Resampling:
         low, high = draws.double().quantile(torch.tensor([LOW, HIGH], dtype=torch.float64)).tolist()
         return Estimate(value, low, high)
 
-    def means(self, sums: Tensor, totals: Tensor) -> Tensor:
-        """Return (R,): sum over total of each draw, from sums and totals (B,) of the sequences."""
-        counts = self.counts.double()
-        return (counts @ sums.double()) / (counts @ totals.double())
-
     def mean(self, sums: Tensor, totals: Tensor) -> Estimate:
         """Return the sum of `sums (B,)` over the sum of `totals (B,)`."""
-        return self.estimate(float(sums.double().sum() / totals.double().sum()), self.means(sums, totals))
+        counts, sums, totals = self.counts.double(), sums.double(), totals.double()
+        return self.estimate(float(sums.sum() / totals.sum()), (counts @ sums) / (counts @ totals))
 
     def quantiles(self, values: Tensor, rows: Tensor) -> dict[str, Estimate]:
         """Return the quantiles of `values (n,)`, token by token, where token i is of sequence `rows[i]`."""

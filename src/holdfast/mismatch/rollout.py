@@ -14,8 +14,9 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from holdfast.files import require_regular, write_atomically
+from holdfast.files import write_atomically
 from holdfast.replaying import RoutedModel, Routes
+from holdfast.replaying.routes import read_tensors
 from holdfast.routing.replaying import NO_RECORD
 
 FORMAT = "1"
@@ -179,7 +180,7 @@ class Rollout(Sequences):
     @classmethod
     def load(cls, path: str | Path) -> "Rollout":
         """Read what `save` wrote. The file is untrusted: raise ValueError if it is anything else."""
-        tensors, notes = _read(Path(path))
+        tensors, notes = read_tensors(Path(path))
         names = {"input_ids", "lengths", "experts"}
         if notes.get(FORMAT_KEY) != FORMAT or not names <= tensors.keys() <= names | {"logprobs"}:
             raise ValueError(f"{path} has no rollout that this Holdfast can read ({FORMAT_KEY} format {FORMAT}).")
@@ -197,7 +198,7 @@ class Rollout(Sequences):
 
 def read_record(path: str | Path) -> Rollout | Routes:
     """Read a file of `Rollout.save` or of `Routes.save`."""
-    _, notes = _read(Path(path), names_only=True)
+    _, notes = read_tensors(Path(path), only_notes=True)
     return Rollout.load(path) if FORMAT_KEY in notes else Routes.load(path)
 
 
@@ -223,19 +224,3 @@ def rollout_of_lines(lines: Sequence[Sequence[int]], routes: Routes) -> Rollout:
     # Routes of all tokens but the last may have no place for the last one.
     experts = torch.nn.functional.pad(routes.experts, (0, 0, 0, 0, 0, ids.shape[1] - places), value=NO_RECORD)
     return Rollout(ids, lengths, Routes.from_tensor(experts, routes.of))
-
-
-def _read(path: Path, *, names_only: bool = False) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors and the notes of a safetensors file."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        require_regular(path)
-    except FileNotFoundError:
-        raise ValueError(f"{path} does not exist; name a file of Rollout.save or Routes.save.") from None
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            found = {} if names_only else {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            return found, file.metadata() or {}
-    except (SafetensorError, OSError) as problem:
-        raise ValueError(f"{path} cannot be read as safetensors: {problem}.") from None

@@ -9,7 +9,7 @@ engine elsewhere cannot be asked again.
 import hashlib
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 import torch
@@ -46,8 +46,9 @@ from holdfast.mismatch.report import (
     set_numbers,
 )
 from holdfast.mismatch.rollout import Rollout, Sequences
+from holdfast.progress import reporting
 from holdfast.replaying import Routes
-from holdfast.routing.layer_names import resolve_layers
+from holdfast.routing.presets import resolve_layers
 from holdfast.version import versions
 
 Progress = Callable[[int, str], None]  # (tokens done, what is being done)
@@ -70,7 +71,8 @@ def measure_mismatch(
     rollout_or_texts   a `Rollout` of another engine; or strings, with the model's `tokenizer`, or batches, dicts for its
                        forward: then the rollout is simulated
     name               of the model in the report
-    progress           called with the number of tokens done and a description of the current work
+    progress           called with the number of tokens done and a description of the current work; by default a bar shows
+                       them, or lines on stderr where there is no terminal
     on_rollout         called with the simulated rollout of the live router; `lambda found: found.save(path)` keeps it for
                        another machine
     settings           rollout_dtype, rollout_batch, rollout_decode, simulate, router, clip, draws, seed, batch, length,
@@ -87,14 +89,13 @@ def measure_mismatch(
     recorded = rollout_or_texts if isinstance(rollout_or_texts, Rollout) else None
     if recorded is None and not checked.simulate:
         raise ValueError("there is no recorded rollout, so simulate=False leaves nothing to compare.")
-    given: Any = rollout_or_texts
-    sequences = sequences_of(audited, given, tokenizer, checked) if recorded is None else recorded
+    sequences = recorded or sequences_of(audited, rollout_or_texts, tokenizer, checked)  # type: ignore[arg-type]
     require_measurable(audited, sequences, recorded)
     if checked.simulate:
         require_router(model, checked.router, decode=checked.rollout_decode)
-    run = _Run(audited, checked, sequences, recorded, progress, on_rollout)
+    run = _Run(audited, checked, sequences, recorded, on_rollout)
     started = time.monotonic()
-    with evaluation_mode(model):
+    with evaluation_mode(model), reporting(progress, run.work(), name) as run.progress:
         interrupted = run.measure()
     return run.report(name, interrupted, time.monotonic() - started)
 
@@ -143,30 +144,34 @@ def require_measurable(audited: AuditedModel, sequences: Sequences, recorded: Ro
 
 
 @final
+@dataclass
 class _Run:
     """The rows of a report in progress."""
 
-    def __init__(
-        self,
-        audited: AuditedModel,
-        settings: MismatchSettings,
-        sequences: Sequences,
-        recorded: Rollout | None,
-        progress: Progress | None,
-        on_rollout: Callable[[Rollout], None] | None,
-    ) -> None:
-        self.audited, self.settings, self.sequences, self.recorded = audited, settings, sequences, recorded
-        self.progress, self.on_rollout, self.done = progress, on_rollout, 0
-        self.resampling = Resampling(len(sequences.lengths), settings.draws, settings.seed)
-        self.about = audited.describe(None)
-        self.rows: list[Row] = []
-        self.skipped: list[SkippedRow] = []
-        self.live_ratio: dict[str, Tensor] = {}  # log ratio (B,N) of the live router, by kind of rollout
+    audited: AuditedModel
+    settings: MismatchSettings
+    sequences: Sequences
+    recorded: Rollout | None
+    on_rollout: Callable[[Rollout], None] | None
+    done: int = 0
+    progress: Progress = lambda done, what: None
+    rows: list[Row] = field(default_factory=list)
+    skipped: list[SkippedRow] = field(default_factory=list)
+    live_ratio: dict[str, Tensor] = field(default_factory=dict)  # log ratio (B,N) of the live router, by kind of rollout
+
+    def __post_init__(self) -> None:
+        self.resampling = Resampling(len(self.sequences.lengths), self.settings.draws, self.settings.seed)
+        self.about = self.audited.describe(None)
+
+    def work(self) -> int:
+        """Return the tokens of all forwards: live training, the replay of a record, and seven for simulated rollouts."""
+        forwards = 1 + (self.recorded is not None) + 7 * self.settings.simulate
+        return forwards * int(self.sequences.lengths.sum())
 
     def measure(self) -> bool:
         """Measure all rows; return whether the user interrupted. Raise KeyboardInterrupt if no row was finished."""
         try:
-            live = self._train("training, live")
+            live = self._forwards("training, live")
             if self.recorded is not None:
                 self._live_and_replay("recorded", self.recorded, live)
             if self.settings.simulate:
@@ -181,7 +186,7 @@ class _Run:
         self._add(LIVE, kind, rollout, live)
         if self._possible(REPLAY, kind):
             with with_replay(self.audited.model):
-                trained = self._train(f"training, replay of the {kind} rollout", rollout.routes)
+                trained = self._forwards(f"training, replay of the {kind} rollout", routes=rollout.routes)
                 self._add(REPLAY, kind, rollout, trained)
 
     def _simulated_rows(self, live: Forward) -> None:
@@ -197,11 +202,11 @@ class _Run:
             with with_router(model, router, self.settings.seed):
                 calibrate_routers(self.audited, lambda: self._forwards(f"calibration of {router}"))
                 rollout = self._roll_out(f"simulated rollout, {router}")
-                self._add(SMOOTH, "simulated", rollout, self._train(f"training, {router}"), router)
+                self._add(SMOOTH, "simulated", rollout, self._forwards(f"training, {router}"))
         if self._possible(FLOAT32, "simulated"):
             with with_float32_routing(model):
                 rollout = self._roll_out("simulated rollout, float32 routing", float32_routers=True)
-                self._add(FLOAT32, "simulated", rollout, self._train("training, float32 routing"))
+                self._add(FLOAT32, "simulated", rollout, self._forwards("training, float32 routing"))
 
     def _possible(self, remedy: str, kind: RolloutKind) -> bool:
         reason = reason_against(remedy, self.audited.model)
@@ -211,27 +216,20 @@ class _Run:
 
     def _forwards(self, what: str, **conditions: Any) -> Forward:
         """Run the model over all sequences, in batches of the training forward unless `conditions` say otherwise."""
+        self._tell(0, what)
         options = {"batch": self.settings.batch, **conditions}
         return run_forwards(self.audited, self.sequences, tell=lambda tokens: self._tell(tokens, what), **options)
 
-    def _train(self, what: str, routes: Routes | None = None) -> Forward:
-        self._tell(0, what)
-        return self._forwards(what, routes=routes)
-
     def _roll_out(self, what: str, *, float32_routers: bool = False) -> Forward:
-        self._tell(0, what)
         chosen = self.settings
         with weights_of_rollout(self.audited, DTYPES[chosen.rollout_dtype], float32_routers=float32_routers):
             return self._forwards(what, batch=chosen.rollout_batch, decode=chosen.rollout_decode)
 
     def _tell(self, tokens: int, what: str) -> None:
         self.done += tokens
-        if self.progress is not None:
-            self.progress(self.done, what)
+        self.progress(self.done, what)
 
-    def _add(
-        self, remedy: str, kind: RolloutKind, rollout: Forward | Rollout, trained: Forward, router: str | None = None
-    ) -> None:
+    def _add(self, remedy: str, kind: RolloutKind, rollout: Forward | Rollout, trained: Forward) -> None:
         """Add the row of a remedy: the rollout's routes and log-probabilities against those of the training forward."""
         routes, recorded = rollout.routes.to("cpu"), self.recorded
         sets = set_numbers(routes.differs(trained.routes), routes.recorded & trained.routes.recorded, self.resampling)
@@ -248,7 +246,7 @@ class _Run:
                 if remedy == LIVE:
                     self.live_ratio[kind] = ratio
         loss = float(-known.mean()) if len(known) else None
-        name = router or ", ".join(dict.fromkeys(self.about.routers))
+        name = self.settings.router if remedy == SMOOTH else ", ".join(dict.fromkeys(self.about.routers))
         experts, unused = trained.routes.experts.long(), torch.tensor(trained.routes.of.experts).view(-1, 1)
         used = ((experts >= 0) & (experts < unused)).sum(-1)[(experts >= 0).all(-1)].double()
         self.rows.append(Row(remedy, kind, name, sets, numbers, loss, float(used.mean())))

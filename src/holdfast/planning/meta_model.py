@@ -5,22 +5,19 @@ The functions that change real models (`sparsify`, `reroute`) change it, so para
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from holdfast.errors import unknown_name
 from holdfast.files import read_json, require_regular
-from holdfast.hub import reroute
-from holdfast.hub.convert import DEFAULT_K, Layers, choose_layers, sparse_specs
+from holdfast.hub import reroute, sparsify
+from holdfast.hub.convert import Layers
 from holdfast.hub.families import DENSE_FAMILIES, MOE_FAMILIES
 from holdfast.hub.folder_files import family_values, special_float
-from holdfast.hub.layers import dense_family, dense_layers
 from holdfast.hub.model_classes import apply_specs
-from holdfast.hub.specs import NATIVE, LayerSpec, names_in_model, read_specs
-from holdfast.layers.losses import Losses
+from holdfast.hub.specs import NATIVE, names_in_model, read_specs
 from holdfast.model_size import (
     MOST_PARAMETERS,
     build_or_refuse,
@@ -30,7 +27,7 @@ from holdfast.model_size import (
     require_sane_top_k,
     stored_bytes,
 )
-from holdfast.routing.layer_names import resolve_layers, shared_k, written_name
+from holdfast.routing.presets import shared_k
 
 CONFIG = "config.json"
 RECOGNISED = (  # MoE families without a row whose planned FLOPs equal those that torch counts (tests/planning)
@@ -75,37 +72,6 @@ UNSUPPORTED = {
 }
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A router to plan for: the label in the plan, and what `reroute` and `sparsify` need."""
-
-    label: str
-    router: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    k: int | None = None  # experts per token; None: as for the other routers of the plan
-
-    @classmethod
-    def of(cls, written: str) -> "Choice":
-        """Return the choice that `similarity[tau=2]` or `ac@1,3` names."""
-        routers = resolve_layers(written, native=True)
-        if len(routers) > 1 or routers[0].layers is not None:
-            return cls(written, written_name(routers))
-        return cls(written, routers[0].router, routers[0].options, routers[0].k)
-
-
-@dataclass(frozen=True)
-class Change:
-    """How the model is changed, for every router: the options of `sparsify` (a dense model) or `reroute`."""
-
-    experts: int | None = None
-    k: int | None = None
-    layers: Layers = "all"
-    hidden: int | None = None
-    copied: bool = True  # experts start as copies of the dense network
-    losses: Losses | None = None
-    shared: int | None = None
-
-
 def read_config(model: str, sizes: Mapping[str, Any] | None = None) -> Any:
     """Return the config of a folder, a file, a name on the hub, or a family, with its fields replaced by `sizes`.
 
@@ -137,56 +103,43 @@ def require_own_weights(model: str, config: Any) -> None:
             require_enough_weights(model, count_parameters(_build(config)), stored)
 
 
-def build_on_meta(config: Any, choice: Choice, change: Change) -> Any:
-    """Return the config's model on `meta`, with the router in it."""
+def build_on_meta(config: Any, router: str, *, k: int | None = None, layers: Layers = "all", **sizes: Any) -> Any:
+    """Return the config's model on `meta`, with the router in it; the options are those of `plan`."""
+    k, is_dense = shared_k(router, k), config.model_type in DENSE_FAMILIES and not hasattr(config, "holdfast")
     with torch.device("meta"):
         model = _build(config)
-        described = getattr(config, "holdfast", None)
-        if config.model_type in DENSE_FAMILIES and described is None:
-            sparsify_on_meta(model, choice, change)
-        else:
-            for name in ("experts", "hidden", "shared"):
-                if getattr(change, name) is not None:
+        if not is_dense:
+            for name, value in sizes.items():
+                if value is not None:
                     raise ValueError(f"this {config.model_type} model has experts already; --{name} is for dense ones.")
-            k = shared_k(choice.router, change.k) if choice.k is None else choice.k
-            reroute(model, choice.router, k=k, layers=change.layers, **choice.options)
-    return model
-
-
-def sparsify_on_meta(model: Any, choice: Choice, change: Change) -> None:
-    """Do what `holdfast.sparsify` does, without copying weights."""
-    family = dense_family(model)
-    if change.experts is None:
-        raise ValueError(f"{family.model_type} is dense; give the number of experts per layer (--experts 16).")
-    if choice.router == NATIVE:
-        raise ValueError("a dense model has no native router; name one of holdfast.list_routers().")
-    found = list(dense_layers(model))
-    if not found:
-        raise ValueError(f"this {family.model_type} model has no feed-forward network to sparsify.")
-    k = shared_k(choice.router, change.k) if choice.k is None else choice.k
-    plain = LayerSpec(
-        "smoe",
-        DEFAULT_K if k is None else k,
-        losses=change.losses,
-        pretrained=change.copied,
-        experts=change.experts,
-        hidden=change.hidden,
-        weights="softmax" if change.copied else None,
-        shared=change.shared,
-    )
-    names = [found[index] for index in choose_layers(change.layers, len(found))]
-    apply_specs(model, sparse_specs(names, resolve_layers(choice.router, choice.options, k=k), plain))
+            return reroute(model, router, k=k, layers=layers)
+        if sizes.get("experts") is None:
+            raise ValueError(f"{config.model_type} is dense; give the number of experts per layer (--experts 16).")
+        if router == NATIVE:
+            raise ValueError("a dense model has no native router; name one of holdfast.list_routers().")
+        init: Literal["copy", "random"] = "copy" if sizes.get("hidden") is None else "random"  # a copy keeps the width
+        return sparsify(model, router=router, k=k, layers=layers, init=init, **sizes)
 
 
 def _read_description(model: str) -> dict[str, Any]:
     """Return config.json as plain data."""
+    from transformers.utils import cached_file
+
     path = Path(model)
     if path.is_dir() and not (path / CONFIG).exists():
         raise ValueError(f"{path} contains no {CONFIG}: it is not the folder of a Hugging Face model.")
     if not path.exists():
         if model in FAMILIES:
             return {"model_type": model}
-        path = _config_from_hub(model)
+        missing = f"there is no folder or file {model}"
+        if model.startswith((".", "/", "~")) or model.count("/") > 1:
+            raise ValueError(f"{missing}.")
+        if "/" not in model:
+            raise ValueError(f"{missing}, names on the hub have an owner/, and {unknown_name('family', model, FAMILIES)}")
+        try:
+            path = Path(cached_file(model, CONFIG))  # no other file is downloaded
+        except (OSError, TypeError, ValueError):
+            raise ValueError(f"{missing}, and the hub has no {CONFIG} under that name, or cannot be reached.") from None
     if path.is_dir():
         require_regular(path / CONFIG, inside=path)
         path = path / CONFIG
@@ -194,24 +147,6 @@ def _read_description(model: str) -> dict[str, Any]:
     if not isinstance(description, dict):
         raise ValueError(f"{path} is not the config of a Hugging Face model.")
     return description
-
-
-def _config_from_hub(model: str) -> Path:
-    """Download config.json of a model on the hub, and no other file; return its local path."""
-    from transformers.utils import cached_file
-
-    missing = f"there is no folder or file {model}"
-    if model.startswith((".", "/", "~")) or model.count("/") > 1:
-        raise ValueError(f"{missing}.")
-    if "/" not in model:
-        raise ValueError(f"{missing}, names on the hub have an owner/, and {unknown_name('family', model, FAMILIES)}")
-    try:
-        found = cached_file(model, CONFIG)
-    except (OSError, ValueError):
-        found = None
-    if found is None:
-        raise ValueError(f"{missing}, and the hub has no {CONFIG} under that name, or cannot be reached.")
-    return Path(found)
 
 
 def _build_config(model: str, model_type: str, description: Mapping[str, Any], sizes: Mapping[str, Any]) -> Any:

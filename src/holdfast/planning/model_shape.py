@@ -8,7 +8,7 @@ B sequences of N tokens
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from holdfast.hub.families import DENSE_FAMILIES, DenseFamily, MoEFamily
 from holdfast.hub.layers import MoELayerRef, find_submodule, moe_family, moe_layers
+from holdfast.hub.replacements import needs_holdfast_experts
 from holdfast.routing import Attention, Context, Informer, Noise, Part, Previous, Router, Routing, Scores, Selector
 from holdfast.routing.declarations import ActiveExperts, Cost, LayerKind, LayerSizes
 from holdfast.routing.presets import REGISTRY
@@ -191,12 +192,7 @@ def _causal(attention: nn.Module) -> bool:
 
 
 def _layer_shape(
-    family: Family,
-    name: str,
-    layer: nn.Module,
-    site: MoELayerRef | None,
-    setting: Setting,
-    previous_experts: int | None,
+    family: Family, name: str, layer: nn.Module, site: MoELayerRef | None, setting: Setting, previous_experts: int | None
 ) -> LayerShape:
     attention_block = family.attention.split(".")[0] + "."
     routed = () if site is None else (site.experts, _gate_module(site))
@@ -236,7 +232,11 @@ def _attention_shape(family: Family, layer: nn.Module, projections: float, setti
     latent = getattr(attention, "kv_lora_rank", None)  # then keys and values are cached before they are projected to heads
     keys = float(setting.sequence)  # a token attends to N, causally (N + 1) / 2, in a window w - w (w - 1) / 2N on average
     if _causal(attention) and setting.causal_half:
-        window = _window(attention, config)
+        kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
+        if hasattr(attention, "sliding_window"):
+            window = attention.sliding_window
+        elif kinds is not None and kinds[attention.layer_idx] != "sliding_attention":
+            window = None  # it attends to all tokens before it
         width = setting.sequence if window is None else min(window, setting.sequence)
         keys = width - width * (width - 1) / (2 * setting.sequence)
     return AttentionShape(
@@ -248,15 +248,6 @@ def _attention_shape(family: Family, layer: nn.Module, projections: float, setti
         keys=keys,
         projections=projections,
     )
-
-
-def _window(attention: Any, config: Any) -> int | None:
-    """Return how many tokens a token attends to, itself included; None: all before it."""
-    if hasattr(attention, "sliding_window"):
-        return attention.sliding_window
-    kinds = getattr(config, "layer_types", None)
-    slides = kinds is None or kinds[attention.layer_idx] == "sliding_attention"
-    return getattr(config, "sliding_window", None) if slides else None
 
 
 def _sparse_shape(
@@ -295,7 +286,7 @@ def _sparse_shape(
         flops=2.0 * sum(matrices) / experts,
         hidden=min(matrices) // (experts * dim),
         gated=max(matrices) > min(matrices),
-        runs_holdfast=site.family is None or (router is not None and router.select.ragged),
+        runs_holdfast=site.family is None or needs_holdfast_experts(router),
         active=active,
         costs=tuple(costs),
         part_flops=flops,
@@ -351,11 +342,9 @@ def _flops_of(part: Part, sizes: LayerSizes, device: torch.device) -> PartFlops 
     ]
     key = repr((sizes, options, [parameter.shape for parameter in part.parameters()]))
     if key not in _counted:
-        try:
+        with suppress(RuntimeError, NotImplementedError):  # it reads a number from a tensor, which has none on `meta`
             _counted[key] = count_flops(part, sizes, device)
-        except (RuntimeError, NotImplementedError):  # it reads a number from a tensor, which has none on `meta`
-            _counted[key] = None
-    return _counted[key]
+    return _counted.setdefault(key, None)
 
 
 def count_flops(part: Part, sizes: LayerSizes, device: torch.device) -> PartFlops:
@@ -437,11 +426,9 @@ def state_bytes(router: Router) -> int:
 
 def _gate_module(site: MoELayerRef) -> nn.Module:
     """Return the module that routes: Holdfast's router in a sparsified layer, else the family's gate, rerouted or not."""
-    if site.family is not None:
-        gate: nn.Module = site.gate
-        return gate
-    assert site.router is not None
-    return site.router
+    module: nn.Module | None = site.router if site.family is None else site.gate
+    assert module is not None
+    return module
 
 
 def _linear_flops(module: nn.Module) -> float:

@@ -39,18 +39,6 @@ Communication, bytes that each of n GPUs sends in a training step, and what it h
 
 Router statistics, float32 or int64, are all-reduced in each training forward in every layout. A recomputation updates no
 state and sums only what routing and losses need.
-
-**Symphony**. Its overhead as the paper counts it (SymphonySMoE, appendix F.1), and as this library runs it.
-L MoE layers, M experts, k of them selected, N tokens of one sequence. The paper counts
-
-    memory     L M^2 numbers of 4 bytes at inference, L (M^2 + N C(k,2)) in training: the graph, and a list of the pairs of
-               experts that each token selected, of all layers at once
-    compute    L N M^2 at inference, L N (M^2 + C(k,2)) in training: a multiply-add as 1, no backward
-    units      2^20 bytes as an MB, and 2^30 operations as a G
-
-Holdfast stores no list: co-selections are summed into a second M x M matrix, staged until the next step. It is a buffer, at
-inference too. Here a multiply-add counts 2, counting is a product of 0/1 matrices over all M^2 pairs, and the mix has a
-backward.
 """
 
 import math
@@ -60,7 +48,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from holdfast.errors import require_known
-from holdfast.planning.meta_model import Change, Choice, build_on_meta, default_routers, read_config, require_own_weights
+from holdfast.planning.meta_model import build_on_meta, default_routers, read_config, require_own_weights
 from holdfast.planning.model_shape import LayerShape, ModelShape, Setting, measure_shape
 from holdfast.routing.declarations import FLOAT, INTEGER
 
@@ -69,7 +57,6 @@ DEFAULT_SEQUENCE = 4096
 GIB = 2**30
 MOMENTS = 8  # bytes per parameter of AdamW
 MASTER = 4
-PENDING_FLAG_BYTES = 1  # per layer
 # Inconsistent values of a config may raise any of these, anywhere in a model.
 CONFIG_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError)
 
@@ -234,7 +221,7 @@ class Layout:
 
 
 def layouts(
-    shape: ModelShape, memory: TrainingMemory, *, gpus: int, tokens: int, number_bytes: int, checkpointing: bool = False
+    shape: ModelShape, memory: TrainingMemory, gpus: int, tokens: int, number_bytes: int, checkpointing: bool = False
 ) -> list[Layout]:
     """Return the layouts "ddp", "fsdp" and "expert". `tokens` is the number of tokens of one GPU."""
     costs = [cost for sparse in shape.sparse for cost in sparse.costs]
@@ -353,9 +340,8 @@ class Plan:
         """Return the plan as plain data, with totals."""
         plain = asdict(self)
         for entry, column in zip(plain["columns"], self.columns, strict=True):
-            entry["forward"]["total"], entry["training"]["total"] = column.forward.total, column.training.total
-            entry["training_memory"]["total"] = column.training_memory.total
-            entry["inference_memory"]["total"] = column.inference_memory.total
+            for name in ("forward", "training", "training_memory", "inference_memory"):
+                entry[name]["total"] = getattr(column, name).total
             for place, layout in zip(entry["layouts"], column.layouts, strict=True):
                 place |= {"total": layout.total, "traffic": layout.traffic}
             entry["fits"] = column.fits(self.workload.gpu_memory)
@@ -364,7 +350,7 @@ class Plan:
 
 def plan(
     model: str,
-    routers: Sequence[str | Choice] = (),
+    routers: Sequence[str] = (),
     *,
     experts: int | None = None,
     k: int | None = None,
@@ -394,13 +380,12 @@ def plan(
             require_own_weights(model, config)
     sequence = _sequence(config, workload.sequence)
     setting = Setting(sequence, DTYPES[workload.dtype])
-    change = Change(experts, k, layers, hidden, shared=shared)
+    change: dict[str, Any] = {"experts": experts, "k": k, "layers": layers, "hidden": hidden, "shared": shared}
     columns, shapes = [], []
-    for name in routers or default_routers(config, k):
-        choice = Choice.of(name) if isinstance(name, str) else name
+    for router in routers or default_routers(config, k):
         with _explain_config_errors(model):
-            shapes.append(measure_shape(build_on_meta(config, choice, change), setting))
-        columns.append(_plan_router(choice.label, shapes[-1], setting, workload))
+            shapes.append(measure_shape(build_on_meta(config, router, **change), setting))
+        columns.append(_plan_router(router, shapes[-1], setting, workload))
     shape = shapes[0]
     return Plan(
         model=model,
@@ -458,48 +443,5 @@ def _plan_router(label: str, shape: ModelShape, setting: Setting, workload: Work
         },
         training_memory=memory,
         inference_memory=inference_memory(shape, tokens, number_bytes),
-        layouts=tuple(
-            layouts(
-                shape,
-                memory,
-                gpus=workload.gpus,
-                tokens=tokens,
-                number_bytes=number_bytes,
-                checkpointing=checkpointing,
-            )
-        ),
-    )
-
-
-@dataclass(frozen=True)
-class Overhead:
-    """What Symphony adds to a model: bytes and operations of all layers for one sequence."""
-
-    inference_bytes: int
-    training_bytes: int
-    inference_operations: int
-    training_operations: int
-
-
-def symphony_by_the_paper(*, layers: int, experts: int, k: int, tokens: int) -> Overhead:
-    """Return the overhead as the paper counts it."""
-    graph, pairs = experts**2, math.comb(k, 2)
-    return Overhead(
-        inference_bytes=layers * graph * FLOAT,
-        training_bytes=layers * (graph + tokens * pairs) * FLOAT,
-        inference_operations=layers * tokens * graph,
-        training_operations=layers * tokens * (graph + pairs),
-    )
-
-
-def symphony_here(*, layers: int, experts: int, tokens: int) -> Overhead:
-    """Return the state and the matrix products of this library for the same layers and tokens; they do not depend on k."""
-    graph = experts**2
-    state = layers * (2 * graph * FLOAT + PENDING_FLAG_BYTES)
-    mix = 2 * layers * tokens * graph
-    return Overhead(
-        inference_bytes=state,
-        training_bytes=state,
-        inference_operations=mix,
-        training_operations=3 * mix,  # the mix, the counts, and one product in the mix's backward: the graph has no gradient
+        layouts=tuple(layouts(shape, memory, workload.gpus, tokens, number_bytes, checkpointing)),
     )

@@ -9,6 +9,6 @@ trl.py              `RolloutReplay`, for TRL's GRPO trainer
 from holdfast.replaying.forwards import Recorder as Recorder
 from holdfast.replaying.forwards import record as record
 from holdfast.replaying.forwards import replay as replay
-from holdfast.replaying.routed_model import RoutedModel as RoutedModel
+from holdfast.replaying.routes import RoutedModel as RoutedModel
 from holdfast.replaying.routes import Routes as Routes
 from holdfast.replaying.trl import RolloutReplay as RolloutReplay

@@ -7,11 +7,9 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from holdfast.hub.forwards import as_token_ids
 from holdfast.hub.install import ModelHooks, hooks_of
-from holdfast.hub.tracing import Trace, own_hooks, tokens_before, trace, without_compilation
-from holdfast.replaying.routed_model import RoutedModel, unwrapped
-from holdfast.replaying.routes import Routes, join_layers
+from holdfast.hub.tracing import Trace, own_hooks, trace, without_compilation
+from holdfast.replaying.routes import RoutedModel, Routes, join_layers, unwrapped
 from holdfast.routing.replaying import NO_RECORD
 
 
@@ -77,7 +75,6 @@ class Recorder:
     def __init__(self, trace: Trace, of: RoutedModel, pad: int | None) -> None:
         self._trace, self._of, self._pad = trace, of, pad
         self._rollouts: list[_Rollout] = []
-        self._begun: tuple[Tensor | None, int] = (None, 0)  # token ids of the current forward, and how many came before
 
     def clear(self) -> None:
         """Forget all that was recorded."""
@@ -120,14 +117,12 @@ class Recorder:
             "between rows; continuous batching and other threads are not seen: generate by sampling or greedily, here.)"
         )
 
-    def _begin(self, model: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
-        ids = options.get("input_ids", inputs[0] if inputs else None)
-        self._begun = (as_token_ids(ids), tokens_before(options) or 0)
-
-    def _end(self, model: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        (ids, before), self._begun = self._begun, (None, 0)
-        if ids is None or self._trace.steps[-1].shape != tuple(ids.shape):
+    def _add(self, model: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        """Add the forward that has ended to the rollout that it continues, or start one."""
+        step = self._trace.steps[-1]
+        if step.token_ids is None or step.shape is None:
             return
+        ids, before = step.token_ids, step.before or 0
         rollout = self._rollouts[-1] if self._rollouts else _Rollout()
         if before == 0 or rollout.rows != len(ids) or rollout.length < before:
             if before != 0:  # its first tokens were computed outside of the `with`
@@ -135,8 +130,6 @@ class Recorder:
             rollout = _Rollout()
             self._rollouts.append(rollout)
         rollout.crop(before)
-        step = self._trace.steps[-1]
-        assert step.shape is not None
         rollout.ids.append(ids.detach().clone())
         rollout.routes.append(join_layers(list(step), step.shape, step.token_mask).to(torch.int16))
 
@@ -160,8 +153,7 @@ def record(model: nn.Module) -> Iterator[Recorder]:
     pad = getattr(inner.config, "pad_token_id", None) if pad is None else pad
     with trace(inner) as traced, own_hooks() as hooks:
         recorder = Recorder(traced, RoutedModel.from_model(inner), pad if isinstance(pad, int) else None)
-        hooks.before(inner, recorder._begin)
-        hooks.after(inner, recorder._end)
+        hooks.after(inner, recorder._add)
         yield recorder
 
 

@@ -2,7 +2,8 @@
 
 An inference engine returns the experts of a sequence as (n, L, K), where n is the number of its tokens, or one fewer:
 nothing is computed for the last token. L counts the MoE layers, or all layers, and then values of dense layers mean nothing.
-`Routes.from_sequences` puts such records at their places in a batch of a trainer.
+`Routes.from_sequences` puts such records at their places in a batch of a trainer. `RoutedModel` is what routes belong to:
+the MoE layers of a model, as plain data that is saved with them.
 
     vLLM     `output.routed_experts`, a numpy array
     SGLang   `meta_info["routed_experts"]`, base64 of int32 numbers; with `routed_experts_start_len`, from that token on
@@ -14,19 +15,25 @@ B rows of N tokens in the batch, S sequences
 import base64
 import binascii
 import io
+import json
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise, product
 from pathlib import Path
-from typing import Any, final
+from typing import Annotated, Any, final
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from holdfast.checked import Limits, from_mapping
 from holdfast.files import require_regular, write_atomically
+from holdfast.hub.families import text_config
+from holdfast.hub.forwards import require_no_copies
+from holdfast.hub.install import specs_of
+from holdfast.hub.layers import moe_layers
 from holdfast.hub.tracing import Trace
-from holdfast.replaying.routed_model import RoutedModel
 from holdfast.routing import Routing
 from holdfast.routing.replaying import NO_RECORD, require_values
 
@@ -35,6 +42,76 @@ LARGEST_INT8 = 127
 NPY = b"\x93NUMPY"
 Span = tuple[int, Tensor]  # a row of the batch, and the positions of a sequence's tokens in it
 PLACES = "attention_mask, position_ids or cu_seq_lens"
+MOST_LAYERS, MOST_EXPERTS = 4096, 2**15 - 1  # of routes from a file; an expert is an int16
+
+
+@final
+@dataclass(frozen=True)
+class RoutedModel:
+    """The MoE layers of a model, in its order. Routes fit every model with the same layers, whatever its weights are."""
+
+    model_type: str
+    places: list[Annotated[int, Limits(0, MOST_LAYERS, "0 or more")]]  # of the MoE layers among all layers of the model
+    all_layers: int  # dense layers included
+    experts: list[Annotated[int, Limits(1, MOST_EXPERTS, f"from 1 to {MOST_EXPERTS}")]]  # of each MoE layer
+    k: list[int | None]  # experts of every token in each MoE layer; None: tokens may have different numbers
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.places) == len(self.experts) == len(self.k) <= MOST_LAYERS:
+            raise ValueError("it has no equally long lists of layers.")
+
+    @classmethod
+    def from_model(cls, model: nn.Module) -> "RoutedModel":
+        """Return the description of a model, which may be wrapped (PEFT, DDP, `torch.compile`)."""
+        inner = unwrapped(model)
+        found, specs, config = moe_layers(inner), specs_of(inner), text_config(inner)
+        places, k = [], []
+        for index, layer in enumerate(found):
+            numbers = re.findall(r"(?:^|\.)(\d+)(?=\.)", f"{layer.name}.")  # the first is that of its stack of layers
+            places.append(int(numbers[0]) if numbers else index)
+            ragged = layer.router is not None and layer.router.select.ragged
+            k.append(None if ragged else int(layer.gate.top_k if layer.router is None else specs[layer.name].k))
+        count = getattr(config, "num_hidden_layers", None)
+        count = count if isinstance(count, int) and count > max(places) else max(places) + 1
+        return cls(str(inner.config.model_type), places, count, [layer.size[1] for layer in found], k)
+
+    @property
+    def layers(self) -> int:
+        """The number of MoE layers."""
+        return len(self.places)
+
+    def layer_name(self, index: int) -> str:
+        """Return the name of an MoE layer for messages."""
+        return f"layer {self.places[index]}"
+
+    def require_same(self, other: "RoutedModel") -> None:
+        """Raise ValueError if `other`, the model that these routes are for, has other MoE layers."""
+        for what, mine, its in (
+            ("a model of type", self.model_type, other.model_type),
+            ("the MoE layers", self.places, other.places),
+            ("these numbers of experts:", self.experts, other.experts),
+        ):
+            if mine != its:
+                raise ValueError(f"the routes are of another model: they are of {what} {mine}, and this one has {its}.")
+
+    def widened(self, routes: Tensor, slots: int) -> Tensor:
+        """Return `routes (...,L,K)` with unused slots added, up to `slots` of them; -1 where a token has no record."""
+        unused = torch.tensor(self.experts, dtype=routes.dtype, device=routes.device).view(-1, 1)
+        added = unused.expand(*routes.shape[:-1], slots - routes.shape[-1])
+        return torch.cat([routes, added.where((routes >= 0).all(-1, keepdim=True), NO_RECORD)], dim=-1)
+
+    def to_json(self) -> str:
+        """Return this description as JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "RoutedModel":
+        """Return the description that `to_json` wrote. It is untrusted: raise ValueError if a value is wrong."""
+        try:
+            of: RoutedModel = from_mapping(cls, json.loads(text))
+        except (ValueError, RecursionError) as problem:
+            raise ValueError(f"the description of its model cannot be used: {str(problem)[:200]}") from None
+        return of
 
 
 @final
@@ -152,21 +229,28 @@ class Routes:
     @classmethod
     def load(cls, path: str | Path) -> "Routes":
         """Read routes that `save` wrote. The file is untrusted: raise ValueError if it is anything else."""
-        from safetensors import SafetensorError, safe_open
-
-        require_regular(Path(path))
-        try:
-            with safe_open(str(path), framework="pt") as file:
-                notes = file.metadata() or {}
-                experts = file.get_tensor("experts") if list(file.keys()) == ["experts"] else None
-        except (SafetensorError, OSError) as problem:
-            raise ValueError(f"{path} cannot be read as safetensors: {problem}.") from None
-        if experts is None or notes.get("holdfast_routes") != FORMAT:
+        tensors, notes = read_tensors(Path(path))
+        if list(tensors) != ["experts"] or notes.get("holdfast_routes") != FORMAT:
             raise ValueError(f"{path} has no routes that this Holdfast can read (holdfast_routes format {FORMAT}).")
         try:
-            return cls.from_tensor(experts, RoutedModel.from_json(notes.get("of", "")))
+            return cls.from_tensor(tensors["experts"], RoutedModel.from_json(notes.get("of", "")))
         except ValueError as problem:
             raise ValueError(f"{path}: {problem}") from None
+
+
+def read_tensors(path: Path, *, only_notes: bool = False) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors and the notes of a safetensors file; raise ValueError if it cannot be read."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        require_regular(path)
+        with safe_open(str(path), framework="pt") as file:
+            found = {} if only_notes else {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return found, file.metadata() or {}
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist; name a file of Rollout.save or Routes.save.") from None
+    except (SafetensorError, OSError) as problem:
+        raise ValueError(f"{path} cannot be read as safetensors: {problem}.") from None
 
 
 def join_layers(routings: list[Routing], shape: tuple[int, int], token_mask: Tensor | None) -> Tensor:
@@ -319,12 +403,23 @@ def _as_array(given: Any, name: str) -> Any:
 def _reshaped(values: Any, tokens: int, of: RoutedModel, name: str) -> Any:
     """Return flat numbers as (n,L,K), for the n, L and K that they can have."""
     k = max((k for k in of.k if k is not None), default=0)
-    for slots in (k, k + 1):
-        for layers in dict.fromkeys((of.layers, of.all_layers)):
-            for rows in (tokens, tokens - 1):
-                if slots and rows >= 0 and rows * layers * slots == values.size:
-                    return values.reshape(rows, layers, slots)
+    for slots, layers, rows in product((k, k + 1), (of.layers, of.all_layers), (tokens, tokens - 1)):
+        if slots and rows >= 0 and rows * layers * slots == values.size:
+            return values.reshape(rows, layers, slots)
     raise ValueError(
         f"{name}: its record has {values.size} numbers, but {tokens} tokens (or one fewer) in {of.layers} MoE layers with "
         f"k = {k} have {tokens * of.layers * k}; is it of another model, or is start= missing?"
     )
+
+
+def unwrapped(model: Any) -> Any:
+    """Return the Hugging Face model inside wrappers: `torch.compile`, DDP and others with a `module`, PEFT."""
+    while True:
+        require_no_copies(model)
+        inner = model._modules.get("_orig_mod") if isinstance(model, nn.Module) else None
+        inner = inner or (model._modules.get("module") if not hasattr(model, "config") else None)
+        if inner is None and hasattr(model, "get_base_model"):
+            inner = model.get_base_model()
+        if inner is None or inner is model:
+            return model
+        model = inner

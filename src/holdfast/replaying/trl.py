@@ -14,8 +14,7 @@ from torch import Tensor
 
 from holdfast.hub.forwards import ROUTED_EXPERTS
 from holdfast.replaying.forwards import record, require_hooks
-from holdfast.replaying.routed_model import RoutedModel
-from holdfast.replaying.routes import Routes
+from holdfast.replaying.routes import RoutedModel, Routes
 from holdfast.routing.replaying import NO_RECORD
 
 

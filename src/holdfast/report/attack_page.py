@@ -1,26 +1,65 @@
-"""The page of `holdfast attack`: the error against the budget, as curves and as a table."""
+"""The page of `holdfast attack`: what the attack does against its budget or rate, as curves and as a table."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from holdfast.metrics import Difference
-from holdfast.report.page_shell import THEMES, flattened, listed, render_template
-from holdfast.report.plot_data import Plot, mark
+from holdfast.report.export import Page
+from holdfast.report.page_shell import as_texts, listed
+from holdfast.report.plot_data import Plot, axis, curve_of, escaped
 from holdfast.report.plots import CARRIED, ERRORS, budget_curve, budget_plot
-from holdfast.report.tables import Table
+from holdfast.report.tables import Cell, Table
 
 
 def attack_table(found: Mapping[str, Any]) -> Table:
     """Return the result of any attack as a table, for the page and for the terminal."""
-    rows = [[f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row] for row in found["rows"]]
+    rows = [
+        [Cell(f"{cell:.4g}", cell) if isinstance(cell, float) else Cell.of(cell) for cell in row] for row in found["rows"]
+    ]
     return Table(found["title"], found["columns"], rows, found.get("caption") or "")
 
 
 def render_attack(stored: Mapping[str, Any]) -> str:
-    """Return the page of the stored result of an attack on pixels, as HTML."""
+    """Return the page of the stored result of an attack, as HTML."""
+    return _errors_page(stored) if "curves" in stored else _lines_page(stored)
+
+
+def _lines_page(stored: Mapping[str, Any]) -> str:
+    """Return the page of an attack on texts or routers: one figure against the rate or the budget."""
+    lines, table = stored["lines"], attack_table(stored)
+    curves = lines["curves"]
+    data = [
+        curve_of(place, None, curve["budgets"], curve["figure"], f"{escaped(name)}, {lines['x']} %{{x:.3g}}: %{{y:.4g}}")
+        for place, (name, curve) in enumerate(curves.items())
+    ]
+    axes = {"xaxis": axis(lines["x"], rangemode="tozero"), "yaxis": axis(lines["y"], rangemode="tozero")}
+    largest = max(budget for curve in curves.values() for budget in curve["budgets"])
+    end = "in" if "budget" in lines["x"] else "with"  # layers of a model, or attacks on its texts
+    ends = listed([f"{curve['figure'][-1]:.3g} {end} {name}" for name, curve in curves.items()])
+    return _page(
+        stored,
+        [Plot("curve-figure", f"{lines['y']}, against the {lines['x'].partition(',')[0]}", table.note, data, axes)],
+        f"At a {lines['x'].partition(',')[0]} of {largest:.3g}, the {lines['y']} is {ends}.",
+        replace(table, title="Numbers"),
+        list(curves),
+        {},
+    )
+
+
+def _errors_page(stored: Mapping[str, Any]) -> str:
+    """Return the page of an attack on pixels: the error against the budget."""
     curves, clean = stored["curves"], stored["clean"]
-    plots = [plot for key in ERRORS if (plot := _plot(curves, key)).data]
+    plots = []
+    for key, (error, end) in ERRORS.items():
+        data = []
+        for place, (name, curve) in enumerate(curves.items()):
+            points = [None if value is None else Difference(value, None, None, 1) for value in curve[key]]
+            if any(points):
+                data.append(budget_curve(place, name, curve["budgets"], points))
+        if data:
+            caption = f"A budget of 0 is the clean {error}. {CARRIED}"
+            plots.append(budget_plot(f"curve-{key}", f"Error against budget{end}", caption, data, error))
     summaries = stored["summary"].get("attacks", [stored["summary"]])
     largest = max(budget for curve in curves.values() for budget in curve["budgets"])
     ends = listed([f"{curve['figure'][-1]:.1f}% under {name}" for name, curve in curves.items()])
@@ -28,35 +67,32 @@ def render_attack(stored: Mapping[str, Any]) -> str:
         f"The error is {clean['figure']:.1f}% on {clean['examples']:,} clean images, and at a budget of {largest:.3g} "
         f"it is {ends}."
     )
+    settings = {one["attack"]: _settings(one) for one in summaries}
+    return _page(stored, plots, verdict, replace(attack_table(stored), title="Errors"), list(curves), settings)
+
+
+def _page(
+    stored: Mapping[str, Any],
+    plots: list[Plot],
+    verdict: str,
+    table: Table,
+    names: list[str],
+    settings: Mapping[str, dict[str, str]],
+) -> str:
     if flags := [f"{flag['kind']}: {flag['detail']}" for flag in stored["flags"]]:
         verdict += f" This may be wrong: {' '.join(flags)}"
-    return render_template(
+    page = Page(
         "attack.html",
         plots,
+        brief=table,
+        sentences=[verdict],
         title=f"{stored['model']}, on {stored['data']['name']}",
-        verdict=verdict,
-        attacks=list(curves),
-        marks=[mark(place) for place in range(len(curves))],
-        colours=len(THEMES["light"]["routers"]),
+        attacks=names,
         plots=plots,
-        errors=replace(attack_table(stored), title="Errors"),
-        how={
-            "Versions": dict(stored["versions"]),
-            "Data": dict(flattened(stored["data"])),
-            **{one["attack"]: _settings(one) for one in summaries},
-        },
+        errors=table,
+        how={"Versions": dict(stored["versions"]), "Data": as_texts(stored["data"]), **settings},
     )
-
-
-def _plot(curves: Mapping[str, Any], key: str) -> Plot:
-    error, end = ERRORS[key]
-    data = []
-    for place, (name, curve) in enumerate(curves.items()):
-        points = [None if value is None else Difference(value, None, None, 1) for value in curve[key]]
-        if any(points):
-            data.append(budget_curve(place, name, curve["budgets"], points))
-    title = f"Error against budget{end}"
-    return budget_plot(f"curve-{key}", title, f"A budget of 0 is the clean {error}. {CARRIED}", data, error)
+    return page.html()
 
 
 def _settings(summary: Mapping[str, Any]) -> dict[str, str]:

@@ -5,25 +5,30 @@ Plots are data for plotly, as in `holdfast.report.plots`.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from holdfast.auditing import AuditReport, WhatIf, diagnose
+from holdfast.auditing import AuditReport, Finding, diagnose
+from holdfast.auditing.findings import CONSEQUENCES, RANKS, unchanged
 from holdfast.auditing.reports import AtRisk, Pair
+from holdfast.report.explorer import WORDS, audit_explorer
+from holdfast.report.export import Page
+from holdfast.report.first_screen import first_screen, price
 from holdfast.report.page_shell import (
+    RISKS,
+    before_and_after,
     decimal,
     how_it_was_run,
     listed,
     number,
     percent,
-    render_template,
+    risks,
     short_share,
     signed,
     visible_lines,
-    with_text_colour,
     write_report_page,
 )
 from holdfast.report.plot_data import (
@@ -45,7 +50,7 @@ from holdfast.report.plot_data import (
     wrapped_label,
 )
 from holdfast.report.slice_plots import cells_caption, slice_plot
-from holdfast.report.tables import Table
+from holdfast.report.tables import BEFORE_AND_AFTER, Cell, Table
 
 DECADES = (-5, 0)  # powers of ten of the shares that flip; the lowest stands for 0
 LEAST = -4.5  # the smallest shares above 0 are drawn at this power of ten
@@ -64,22 +69,27 @@ def audit_plots(report: AuditReport) -> list[Plot]:
 def flips(report: AuditReport) -> Plot:
     """Draw the share of flips by perturbation and layer as a heat map."""
     layers = [layer.layer for layer in report.layers]
-    names, shares, texts = [], [], []
+    names, shares, texts, percents, without = [], [], [], [], []
     for name, perturbed in report.perturbations.items():
         known = {entry.layer: entry.flips for entry in perturbed.layers}
-        said = {layer: f"{100 * share:.3g}%" for layer, share in known.items()}
+        if not any(known.values()):
+            without.append(name)
+            continue
         names.append(wrapped_label(name))
+        said = {layer: f"{100 * share:.3g}%" for layer, share in known.items()}
         powers = {layer: max(LEAST, math.log10(share)) if share > 0 else DECADES[0] for layer, share in known.items()}
         shares.append([powers.get(layer) for layer in layers])
+        percents.append([100 * known[layer] if layer in known else None for layer in layers])
         texts.append([f"{escaped(name)}, layer {layer}: {said.get(layer, 'nothing to compare')}" for layer in layers])
     ticks = list(range(DECADES[0], DECADES[1] + 1))
-    texts_of_ticks = ["0", *(f"{100 * 10.0**decade:g}" for decade in ticks[1:])]
-    bar = _bar("% of the tokens", tickvals=ticks, ticktext=texts_of_ticks)
-    data = [_heat(layers, names, shares, texts, zmin=DECADES[0], zmax=DECADES[1], colorbar=bar)] if names else []
+    bar = _bar("% of the tokens", tickvals=ticks, ticktext=["0", *(f"{100 * 10.0**decade:g}" for decade in ticks[1:])])
+    scale = {"zmin": DECADES[0], "zmax": DECADES[1], "colorbar": bar}
+    data = [_heat(layers, names, shares, texts, customdata=percents, **scale)] if names else []
     layout = {"xaxis": _cells(layers, "layer"), "yaxis": names_axis(), "height": 90 + plot_height(data)}
     caption = (
         "The share of tokens that flip, by perturbation and layer, on a logarithmic scale. A perturbation that does not "
         "change the token itself should flip none; a gap is a layer without tokens to compare."
+        + (f" No token flips under {escaped(listed(without))}." if without else "")
     )
     return Plot("flips", "Flips by layer", caption, data, layout)
 
@@ -87,15 +97,15 @@ def flips(report: AuditReport) -> Plot:
 def radii(report: AuditReport) -> Plot:
     """Draw a histogram of the logarithms of the radii. Radii below and above all edges have bins of their own."""
     known = {str(layer.layer): layer.radius for layer in report.layers if layer.radius is not None}
-    data: list[Trace] = []
-    if known:
-        edges = [math.log10(edge) for edge in next(iter(known.values())).edges]
-        edges = [2 * edges[0] - edges[1], *edges, 2 * edges[-1] - edges[-2]]
-        together = [sum(same) for same in zip(*(found.counts for found in known.values()), strict=True)]
-        for layer, counts in [(ALL_LAYERS, together), *((layer, found.counts) for layer, found in known.items())]:
-            data.append(_histogram(layer, edges, counts))
-        decades = range(math.ceil(edges[1] - 1e-9), math.floor(edges[-2] + 1e-9) + 1)
-    ticks = {"tickvals": list(decades), "ticktext": [f"10<sup>{decade}</sup>" for decade in decades]} if known else {}
+    if not known:
+        return Plot("radii", "", "", [], {})
+    edges = [math.log10(edge) for edge in next(iter(known.values())).edges]
+    edges = [2 * edges[0] - edges[1], *edges, 2 * edges[-1] - edges[-2]]
+    together = [sum(same) for same in zip(*(found.counts for found in known.values()), strict=True)]
+    counts = {ALL_LAYERS: together, **{layer: found.counts for layer, found in known.items()}}
+    data = [_histogram(layer, edges, of_layer) for layer, of_layer in counts.items()]
+    decades = range(math.ceil(edges[1] - 1e-9), math.floor(edges[-2] + 1e-9) + 1)
+    ticks = {"tickvals": list(decades), "ticktext": [f"10<sup>{decade}</sup>" for decade in decades]}
     x = axis("relative radius", zeroline=False, **ticks)
     layout = {"xaxis": x, "yaxis": shares_axis(), "bargap": 0, "shapes": [line_at("x", math.log10(LOW))]}
     kinds = " and ".join(sorted({found.kind for found in known.values()}))
@@ -215,49 +225,61 @@ def _cells(numbers: Sequence[int], title: str) -> dict[str, Any]:
 
 
 SHOWN = 10  # findings; more are folded away
-RISKS = {1e-5: "#7f0000", 1e-4: "#c8321e", 1e-3: "#f07f4f", 1e-2: "#fdbb84"}  # below these relative radii
-SAFE = "#fee8c8"
 
 
 def write_audit(report: AuditReport | str | Path, path: str | Path, *, force: bool = False) -> Path:
     """Write the page of an audit, given as a report, as its file or as its folder. Overwrite a file only with `force`."""
-    return write_report_page(AuditReport, report, path, render_audit, force=force)
+    return write_report_page(AuditReport, report, path, force=force)
 
 
-def render_audit(report: AuditReport) -> str:
-    """Return the page as HTML."""
+def audit_page(report: AuditReport) -> Page:
+    """Return the page as data, to be rendered or exported."""
     findings, drawn = diagnose(report), audit_plots(report)
-    return render_template(
+    screen, summary = first_screen(report, findings), severities(report, findings)
+    return Page(
         "audit.html",
         drawn,
+        {"explorer": audit_explorer(report)},
+        brief=perturbations_table(report).without("what it does", "output, other"),
+        sentences=[screen.sentence, screen.more],
         title=report.model.name,
-        verdict=verdict(report, [finding.severity for finding in findings]),
-        findings=findings,
+        first=screen,
+        summary=summary,
+        findings=by_consequence(findings),
         shown=SHOWN,
         table=layers_table(report),
         perturbed=perturbations_table(report),
         skipped=skipped_table(report),
-        what_if=None if report.what_if is None else what_if_tables(report.what_if),
+        triggers=triggers_table(report),
+        what_if=what_if_tables(report),
         plots=drawn,
         layers=[ALL_LAYERS, *(str(layer.layer) for layer in report.layers)],
         tokens=[token(entry) for entry in report.at_risk],
-        view=view(report),
-        risks=risks(),
+        explored=report.view is not None,
+        explorer_caption=f"The first examples of the data. {WORDS}",
         how=how_it_was_run(report),
+        exported=(screen, findings_table(findings, summary), at_risk_table(report)),
     )
 
 
-def verdict(report: AuditReport, severities: Sequence[str]) -> str:
-    """Return the number of findings by severity as a sentence."""
-    counts = Counter(severities)
-    said = "No findings."
-    if counts:
-        few = "finding" if len(severities) == 1 else "findings"
-        parts = listed([f"{count} {name}" for name, count in counts.items()])
-        said = f"{len(severities)} {few}, the most harmful first: {parts}."
-    if report.status == "complete":
-        return said
-    return f"The audit was interrupted; this page covers the finished batches. {said}"
+def severities(report: AuditReport, findings: Sequence[Finding]) -> str:
+    """Return the number of findings by severity, and which consequences no finding has, as text."""
+    counts = Counter(finding.severity for finding in findings)
+    said = listed([f"{counts[name]} {name}" for name in RANKS if counts[name]]) if counts else "none"
+    changes = [one.overall for one in report.perturbations.values()]
+    measured = {
+        "predictions": any(one.prediction_flips is not None for one in changes),
+        "the loss": any(one.loss is not None for one in changes),
+    }
+    found = {finding.consequence for finding in findings}
+    spared = [name for name, known in measured.items() if known and name.removeprefix("the ") not in found]
+    return f"{said}; none about {' or '.join(spared)}" if findings and spared else said
+
+
+def by_consequence(findings: Sequence[Finding]) -> list[tuple[str, list[Finding]]]:
+    """Return the findings below the headings of what they are about; the page and the terminal have the same ones."""
+    groups = {heading: [one for one in findings if one.consequence == name] for name, heading in CONSEQUENCES.items()}
+    return [(heading, some) for heading, some in groups.items() if some]
 
 
 def layers_table(report: AuditReport) -> Table:
@@ -268,9 +290,9 @@ def layers_table(report: AuditReport) -> Table:
     rows = []
     for layer in report.layers:
         radius, rounded = layer.radius, {name: layer.undecided.get(name) for name in dtypes}
-        median = number(radius.median if radius else None)
+        median: Cell | str = number(radius.median if radius else None)
         if radius and radius.median is None:
-            median = f"above {radius.edges[-1]:g}"
+            median = Cell(f"above {radius.edges[-1]:g}")
         rows.append(
             {
                 "layer": layer.layer,
@@ -297,29 +319,67 @@ def layers_table(report: AuditReport) -> Table:
 
 
 def perturbations_table(report: AuditReport) -> Table:
-    """Return what each perturbation changes."""
+    """Return what each perturbation changes, the most changed predictions first; those that change nothing are in a note."""
+    folded = unchanged(report)
+    shown = [(name, one, one.overall) for name, one in report.perturbations.items() if name not in folded]
+    shown.sort(key=lambda each: (-(each[2].prediction_flips or 0), -abs(each[2].loss_change or 0), -each[2].flips))
     rows = [
         {
             "perturbation": name,
             "what it does": perturbed.about,
-            "flips": percent(perturbed.overall.flips),
-            "first expert": percent(perturbed.overall.first_flips),
-            "weights": number(perturbed.overall.weight_change),
-            "output": percent(perturbed.overall.output.total),
-            "output, by flips": percent(perturbed.overall.output.flip),
-            "output, other": percent(perturbed.overall.output.rest),
-            "predictions": percent(perturbed.overall.prediction_flips),
-            "loss": signed(perturbed.overall.loss.change if perturbed.overall.loss else None, ".4f"),
+            "predictions": short_share(changes.prediction_flips),
+            "loss": signed(changes.loss_change, ".4f"),
+            "output": short_share(changes.output.total),
+            "output, by flips": short_share(changes.output.flip),
+            "output, other": short_share(changes.output.rest),
+            "flips": short_share(changes.flips),
+            "first expert": short_share(changes.first_flips),
+            "weights": number(changes.weight_change, 2),
         }
-        for name, perturbed in report.perturbations.items()
+        for name, perturbed, changes in shown
     ]
     note = (
-        "Flips, first expert, predictions: the share of tokens whose selected set, first expert or prediction changes. "
-        "Weights: L1 change of gate weights. Output: the change of layers' outputs relative to their norm, in total, the "
-        "part caused by flips, and the other part (norms of parts do not add up to the norm of their sum). Means over "
-        "layers; the loss is in nats per token."
+        "Predictions, flips, first expert: the share of tokens whose prediction, selected set or first expert changes. The "
+        "change of the loss is in nats per token. Output: the change of layers' outputs relative to their norm, in total, "
+        "the part caused by flips, and the other part (norms of parts do not add up to the norm of their sum). Weights: L1 "
+        f"change of gate weights. Means over layers.{nothing_changes(folded)}"
     )
     return Table.of("Perturbations", rows, note)
+
+
+def findings_table(findings: Sequence[Finding], summary: str) -> Table:
+    """Return the findings, the most harmful first, and how many of each severity there are."""
+    rows = (
+        {
+            "finding": f"{finding.text}.",
+            "severity": finding.severity,
+            "why": f"{finding.why}.",
+            "number": number(finding.number),
+            "threshold": number(finding.threshold),
+        }
+        for finding in findings
+    )
+    return Table.of("Findings", rows, summary)
+
+
+def at_risk_table(report: AuditReport) -> Table:
+    """Return the tokens with the smallest radii, with the text around each."""
+    tokens = [(token(entry), entry) for entry in report.at_risk]
+    rows = (
+        {
+            "token": shown["text"],
+            "relative radius": Cell(shown["radius"], entry.relative),
+            "context": shown["context"] or shown["before"] + shown["text"] + shown["after"],
+            "where": shown["where"],
+        }
+        for shown, entry in tokens
+    )
+    return Table.of("Tokens most at risk", rows, f"Colours: {', '.join(risk['name'] for risk in risks())}.")
+
+
+def nothing_changes(folded: Sequence[str]) -> str:
+    """Return the perturbations that are left out of a table."""
+    return f" Nothing changes under {listed(folded)}." if folded else ""
 
 
 def skipped_table(report: AuditReport) -> Table:
@@ -329,40 +389,63 @@ def skipped_table(report: AuditReport) -> Table:
     return Table.of("Skipped perturbations", rows)
 
 
-def what_if_tables(what_if: WhatIf) -> tuple[Table, Table]:
-    """Return the changes and the cost, before and after the router was replaced."""
-    columns = {
-        "tokens that flip": what_if.flips,
-        "output change by flips": what_if.flip_output,
-        "total output change": what_if.output,
-        "predictions that change": what_if.prediction_flips,
-    }
-    changes = [
-        {"perturbation": name, **{column: _before_and_after(pairs[name], short_share) for column, pairs in columns.items()}}
-        for name in what_if.flips
-    ]
-    cost = [
-        {"cost": name.replace("_", " "), "before → after": _before_and_after(pair, partial(number, digits=4))}
-        for name, pair in what_if.cost.items()
-        if pair.before is not None or pair.after is not None  # without labels there is no loss
-    ]
+def triggers_table(report: AuditReport) -> Table:
+    """Return the strongest trigger of each layer; empty if none was searched for."""
+    found = report.triggers
+    if found is None:
+        return Table.of("Triggers", [])
+    if found.skipped is not None:
+        return Table.of("Triggers", [{"triggers": "none", "why": found.skipped}])
+    rows = (
+        {
+            "layer": one.layer,
+            "expert": one.expert,
+            "trigger": repr(one.text) if one.text is not None else " ".join(map(str, one.tokens)),
+            "tokens to it": percent(one.share),
+            "without": percent(one.without),
+            "random, mean": percent(one.random),
+            "random, most": percent(one.random_most),
+            "texts forced": percent(one.texts),
+            "flags": " ".join(one.flags),
+        }
+        for one in found.found
+    )
+    note = (
+        f"The {found.tokens} tokens that, put before texts, were found to send most of their tokens to one expert of a "
+        f"layer. Searched for on {found.searched} texts and measured on {found.held_out} others: the share of tokens that "
+        f"select the expert after the trigger, without it, and after {found.random} random sequences of the same length, on "
+        "average and at most; and the share of texts of which at least 90% of the tokens select it."
+    )
+    return Table.of("Triggers", rows, note)
+
+
+def what_if_tables(report: AuditReport) -> tuple[Table, Table] | None:
+    """Return the changes and the cost, before and after the router was replaced; None if it was not."""
+    what_if, folded = report.what_if, unchanged(report)
+    if what_if is None:
+        return None
+    changes = {name: one.overall.loss_change for name, one in report.perturbations.items()}
+    losses = {name: Pair(change, what_if.overall.loss_change.get(name)) for name, change in changes.items()}
+    shown = [name for name in what_if.flips if name not in folded]
+    shown.sort(key=lambda name: -(what_if.prediction_flips[name].before or 0))
+
+    def cells(name: str) -> Iterator[tuple[str, str]]:
+        yield "perturbation", name
+        yield "predictions that change", before_and_after(what_if.prediction_flips[name], short_share)
+        if any(pair.before is not None for pair in losses.values()):
+            yield "change of the loss", before_and_after(losses[name], partial(signed, form=".4f"))
+        yield "total output change", before_and_after(what_if.output[name], short_share)
+        yield "output change by flips", before_and_after(what_if.flip_output[name], short_share)
+        yield "tokens that flip", before_and_after(what_if.flips[name], short_share)
+
+    cost = [{"cost": tile.name, BEFORE_AND_AFTER: tile.value} for tile in price(what_if.cost)]
     title = f"What if: the router {what_if.router}, without training"
     note = (
         "The same audit on the same data, before → after the router was replaced. Output changes are relative to the norm "
         "of layers' outputs, means over layers. The part caused by flips can fall while the total, or the share of "
-        "predictions that change, rises: compare all columns."
+        f"predictions that change, rises: compare all columns.{nothing_changes(folded)}"
     )
-    return Table.of(title, changes, note), Table.of("", cost)
-
-
-def _before_and_after(pair: Pair, written: Callable[[float | None], str]) -> str:
-    return f"{written(pair.before)} → {written(pair.after)}"
-
-
-def risks() -> list[dict[str, str]]:
-    """Return the legend, the smallest radii first. A token's level is an index into it."""
-    named = [{"name": f"below {bound:g}", **with_text_colour(colour)} for bound, colour in RISKS.items()]
-    return [*named, {"name": f"{max(RISKS):g} and more", **with_text_colour(SAFE)}]
+    return Table.of(title, (dict(cells(name)) for name in shown), note), Table.of("", cost)
 
 
 def token(entry: AtRisk) -> dict[str, Any]:
@@ -372,7 +455,11 @@ def token(entry: AtRisk) -> dict[str, Any]:
     else:
         where = f"position {entry.position} of sequence {entry.sequence}, batch {entry.batch}"
     where = f"layer {entry.layer}, expert {entry.leaves} would be replaced by {entry.enters}; {where}"
-    about = {"level": _level(entry.relative), "radius": number(entry.relative, 2), "where": where}
+    about = {
+        "level": sum(entry.relative is None or entry.relative >= bound for bound in RISKS),
+        "radius": number(entry.relative, 2),
+        "where": where,
+    }
     text, context, before, after = entry.text, entry.context or "", entry.before or "", entry.after or ""
     if text is None:
         text, context = f"row {entry.place}" if entry.token is None else f"token {entry.token}", ""
@@ -382,24 +469,3 @@ def token(entry: AtRisk) -> dict[str, Any]:
         (before, _, after), context = context.partition(text), ""  # decoded alone, a token may lose its leading space
     texts = {"text": text, "before": before, "after": after, "context": context}
     return about | {name: visible_lines(part) for name, part in texts.items()}
-
-
-def view(report: AuditReport) -> dict[str, list[dict[str, Any]]]:
-    """Return the tokens of a text with their levels of risk, by layer; for all layers, by each token's smallest radius."""
-    if report.view is None or not report.view.layers:
-        return {}
-    finite = ([radius for radius in radii if radius is not None] for radii in zip(*report.view.layers.values(), strict=True))
-    least = [min(radii, default=None) for radii in finite]
-    shown = {ALL_LAYERS: least, **report.view.layers}
-    pieces = [visible_lines(piece) for piece in report.view.pieces]
-    return {
-        layer: [
-            {"text": piece, "level": _level(radius), "radius": "infinite" if radius is None else number(radius, 2)}
-            for piece, radius in zip(pieces, radii, strict=True)
-        ]
-        for layer, radii in shown.items()
-    }
-
-
-def _level(relative: float | None) -> int:
-    return sum(relative is None or relative >= bound for bound in RISKS)

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 from holdfast.metrics import Difference
@@ -10,23 +10,30 @@ from holdfast.metrics.paired import EVERYTHING, FEWEST_SEEDS
 from holdfast.report.comparison_tables import (
     accuracy_table,
     attacks_table,
+    cost_table,
     domain_table,
     main_table,
     metrics_table,
+    published_table,
     routing_table,
     settings_table,
     shifts_table,
 )
-from holdfast.report.expert_views import css_classes, evolutions, views
-from holdfast.report.page_shell import THEMES, decimal, flattened, listed, render_template, rise, write_report_page
-from holdfast.report.plot_data import mark
+from holdfast.report.curves import curves, evolutions
+from holdfast.report.explorer import comparison_caption, comparison_explorer
+from holdfast.report.export import Page
+from holdfast.report.page_shell import as_texts, decimal, listed, rise, seconds_text, write_report_page
+from holdfast.report.plot_data import Plot, styles
 from holdfast.report.plots import by_layer, plots
-from holdfast.report.published import published_table
+from holdfast.report.strip import headline, scaled, strip
 from holdfast.routing.grammar import written_value
 from holdfast.train.image_task import HELD_OUT
+from holdfast.train.recipe import changed_keys
 from holdfast.train.results import Results, Row
 from holdfast.train.task import Measure
 
+TABS = ("Result", "Cost", "Training", "Routing", "Explorer", "Method")
+TAB_OF_PLOT = {"price": "Cost", **dict.fromkeys(("load", "entropy", "near-ties", "consistency"), "Routing")}
 MOST_NAMED = 6  # differences on shifted test sets that the verdict names
 # Of each pair a recipe has one; a sweep of the other replaces it.
 ALTERNATIVES = {"training.steps": "training.epochs", "training.epochs": "training.steps"}
@@ -34,39 +41,71 @@ ALTERNATIVES = {"training.steps": "training.epochs", "training.epochs": "trainin
 
 def write_report(results: Results | str | Path, path: str | Path, *, force: bool = False) -> Path:
     """Write the page of a comparison, given as results, as their file or as their folder. Overwrite only with `force`."""
-    return write_report_page(Results, results, path, render, force=force)
+    return write_report_page(Results, results, path, force=force)
 
 
-def render(results: Results) -> str:
-    """Return the page as HTML."""
-    drawn, graphs, seen = plots(results), evolutions(results), views(results)
-    return render_template(
+def comparison_page(results: Results) -> Page:
+    """Return the page as data, to be rendered or exported."""
+    drawn, graphs, over_training = plots(results), evolutions(results), curves(results)
+    return Page(
         "report.html",
         drawn,
-        {"graphs": graphs, "views": seen.shown, "pixels": seen.pixels},
+        {
+            "graphs": graphs,
+            "curves": over_training,
+            "styles": styles([row.label for row in results.rows]),
+            "explorer": comparison_explorer(results),
+        },
+        brief=main_table(results, brief=True),
+        sentences=[headline(results), *verdict(results)],
+        exported={
+            "made": made(results),
+            "command": results.command or "",
+            "paper": results.paper and results.paper.deviations,
+        },
         title=results.title,
-        verdict=verdict(results),
+        tabs=TABS,
+        strip=strip(results),
+        made=made(results),
+        command=results.command,
         routers=[row.label for row in results.rows],
-        marks=[mark(place) for place in range(len(results.rows))],
-        colours=len(THEMES["light"]["routers"]),
         results=main_table(results),
         paper=results.paper,
         published=None if results.paper is None else published_table(results.paper.published, results),
         domains=domain_table(results),
         settings=settings_table(results),
         by_router=[make(results) for make in (metrics_table, accuracy_table, shifts_table, attacks_table)],
+        costs=cost_table(results),
         routing=routing_table(results),
-        plots=drawn,
+        plots={tab: [plot for plot in drawn if tab_of(plot) == tab] for tab in TABS},
         graphs=graphs,
-        views=seen,
+        curves=over_training,
+        explorer_caption=comparison_caption(results),
         layers=list(dict.fromkeys(name for row in results.rows for name, _ in by_layer(results.cells_of(row)))),
-        css_classes=css_classes,
         how=how(results),
     )
 
 
+def tab_of(plot: Plot) -> str:
+    """Return the tab that a plot is on."""
+    return "Training" if plot.name.startswith(("training", "validation")) else TAB_OF_PLOT.get(plot.name, "Result")
+
+
+def made(results: Results) -> list[str]:
+    """Return when and on what the cells were trained, and how long that took, as far as it is stored."""
+    origins = [cell.origin for cell in results.cells]
+    dates = sorted(origin.finished for origin in origins if origin.finished)
+    devices = dict.fromkeys(origin.device for origin in origins if origin.device)
+    seconds = [origin.seconds for origin in origins if origin.seconds is not None]
+    date = datetime.fromisoformat(dates[-1]).astimezone(UTC) if dates else None
+    found = [] if date is None else [f"{date.day} {date:%B %Y, %H:%M} UTC"]
+    found += [", ".join(devices)] if devices else []
+    found += [f"{seconds_text(sum(seconds))} for {len(seconds)} cells"] if seconds else []
+    return found
+
+
 def how(results: Results) -> dict[str, dict[str, str]]:
-    """Return how the comparison was run: versions, recipe, data, attack, batches, checksum."""
+    """Return how the comparison was run: versions, what differs from the defaults of recipes, data, attack, batches."""
     run = results.run
     batches: dict[str, set[str]] = {}
     for cell in sorted(results.cells, key=lambda cell: cell.seed):
@@ -76,12 +115,14 @@ def how(results: Results) -> dict[str, dict[str, str]]:
     }
     groups = {
         "Versions": results.versions,
-        "Recipe": {
-            key: value for key, value in flattened(run.recipe) if key not in swept and ALTERNATIVES.get(key) not in swept
+        "Recipe, where it differs from the defaults": {
+            key: text
+            for key, text in as_texts(changed_keys(run.recipe)).items()
+            if not {key, ALTERNATIVES.get(key)} & swept.keys()
         },
         "Sweep": swept,
-        "Data": dict(flattened(run.data)),
-        "Attack": dict(flattened(run.attack)),
+        "Data": as_texts(run.data),
+        "Attack": as_texts(run.attack),
         "Plugins, SHA-256": {str(plugin.get("name")): str(plugin.get("checksum")) for plugin in run.plugins},
         "Batches, first and last of each seed": {seed: "; ".join(sorted(hashes)) for seed, hashes in batches.items()},
         "Checksum": {f"{results.file_name}, SHA-256": hashlib.sha256(results.to_json().encode()).hexdigest()},
@@ -160,9 +201,7 @@ def cost_sentences(results: Results) -> tuple[str, ...]:
         apart = []
         for router, one in known:
             if one.kind != "same":
-                assert one.low is not None and one.high is not None
-                points = replace(one, mean=100 * one.mean, low=100 * one.low, high=100 * one.high)
-                verb, size = points.change(" points")
+                verb, size = scaled(one, 100).change(" points")
                 apart.append(f"{router} {verb} it by {size}")
         if not apart:
             found.append(f"No router's cost is shown to differ from that of {results.baseline.router}.")
@@ -267,16 +306,16 @@ def _counts(router: str, results: Results, attacked: bool) -> str:
     """Return in how many settings a router is better, worse, not different, or cannot be judged."""
     noun = results.run.measure.noun
     words = {
-        "lower": f"lowered the {noun} in {{}}",
-        "higher": "raised it in {}",
-        "same": "made no difference that its seeds can show in {}",
-        "unknown": "cannot be judged in {}",
+        "lower": f"lowered the {noun}",
+        "higher": "raised it",
+        "same": "made no difference that its seeds can show",
+        "unknown": "cannot be judged",
     }
     rows = [row for row in results.rows if row.router == router]
     kinds = [_kind(row.attacked_difference if attacked else row.clean_difference) for row in rows]
     if "lower" not in kinds:
-        words["higher"] = f"raised the {noun} in {{}}"
-    parts = [text.format(kinds.count(kind)) for kind, text in words.items() if kind in kinds]
+        words["higher"] = f"raised the {noun}"
+    parts = [f"{text} in {kinds.count(kind)}" for kind, text in words.items() if kind in kinds]
     return f"{router} {listed(parts)} of {len(rows)} setting{'s' if len(rows) > 1 else ''}"
 
 

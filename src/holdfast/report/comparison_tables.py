@@ -1,14 +1,20 @@
-"""The tables of a comparison. Each is made once, for the page and, with `brief` differences, for the terminal."""
+"""The tables of a comparison. Each is made once, for the page and, with `brief` differences, for the terminal.
 
-from collections.abc import Iterator
+`published_table` has a paper's published figures beside those of a comparison that ran the same experiment.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from holdfast.auditing.reports import known_mean
 from holdfast.metrics import Difference
 from holdfast.metrics.paired import EVERYTHING, FEWEST_SEEDS
-from holdfast.report.page_shell import decimal, listed, percent, rise
-from holdfast.report.tables import Table
+from holdfast.report.page_shell import decimal, listed, percent, rise, signed
+from holdfast.report.tables import Cell, Table
 from holdfast.routing.grammar import written_pairs, written_value
 from holdfast.train.image_task import HELD_OUT
+from holdfast.train.papers import OF_CELLS, Column, Published
 from holdfast.train.results import DomainRow, Results, Row, RowCost
 
 COST = "cost of the attack on untouched words"
@@ -28,7 +34,8 @@ def difference_cell(
         return "baseline"
     if difference is None:
         return (row.apart if isinstance(row, Row) else None) or results.baseline.apart or missing
-    return difference.words if brief is None else difference.brief(brief)
+    text = difference.words if brief is None else difference.brief(brief)
+    return Cell(text, difference.mean, difference.low, difference.high)
 
 
 def main_table(results: Results, *, brief: bool = False) -> Table:
@@ -63,8 +70,11 @@ def main_table(results: Results, *, brief: bool = False) -> Table:
         if any(one.predictions_changed is not None for one in rows):
             yield CHANGED, percent(row.predictions_changed)
         if any(one.equal_compute for one in rows):
-            found = row.equal_compute
-            yield EQUAL_COMPUTE, NONE if found is None else f"to {found.router}: {found.difference.words}"
+            found, text = row.equal_compute, NONE
+            if found is not None:
+                one = found.difference
+                text = Cell(f"to {found.router}: {one.words}", one.mean, one.low, one.high)
+            yield EQUAL_COMPUTE, text
 
     table = Table.of("Results", (dict(cells(row)) for row in rows), _main_note(results))
     return table.without(*ONLY_ON_PAGES) if brief else table
@@ -74,10 +84,12 @@ def _cost(cost: RowCost | None, brief: bool) -> str:
     """Return the cost of the attack as the rise of the perplexity."""
     if cost is None:
         return NONE
-    if not brief or cost.low is None or cost.high is None:
-        return cost.words
+    if cost.low is None or cost.high is None:
+        return Cell(cost.words, rise(cost.mean))
     only = "" if cost.over == EVERYTHING else f",\n{cost.over}"
-    return f"{rise(cost.mean):+.2f}%\n({rise(cost.low):+.2f} to {rise(cost.high):+.2f}){only}"
+    mean, low, high = (rise(nats) for nats in (cost.mean, cost.low, cost.high))
+    text = f"{signed(mean, '.2f')}%\n({signed(low, '.2f')} to {signed(high, '.2f')}){only}" if brief else cost.words
+    return Cell(text, mean, low, high)
 
 
 def _main_note(results: Results) -> str:
@@ -105,6 +117,31 @@ def _main_note(results: Results) -> str:
     return note
 
 
+def cost_table(results: Results) -> Table:
+    """Return what the models of each router cost."""
+    of = "image" if results.run.recipe.get("task") == "images" else "token"
+
+    def cells(row: Row) -> Iterator[tuple[str, str]]:
+        yield "router", row.label
+        yield "weights", f"{row.parameters:,}"
+        yield "experts per token", decimal(row.experts_per_token)
+        if any(one.step_seconds is not None for one in results.rows):
+            yield "time of a training step, ms", decimal(row.step_seconds and 1000 * row.step_seconds, 1)
+        if any(one.flops is not None for one in results.rows):
+            yield f"MFLOPs of a forward, per {of}", decimal(row.flops and row.flops / 1e6)
+        if any(one.peak_bytes is not None for one in results.rows):
+            yield "peak GPU memory, MiB", decimal(row.peak_bytes and row.peak_bytes / 2**20, 1)
+        seconds = known_mean(cell.origin.seconds for cell in results.cells_of(row))
+        if seconds is not None:
+            yield "training, evaluation and attacks of a seed, s", decimal(seconds, 1)
+
+    note = (
+        "Means over seeds. The time of a step is the median within a training, on a CPU the processor's time. FLOPs are "
+        "those of matrix products in evaluation."
+    )
+    return Table.of("Cost", (dict(cells(row)) for row in results.rows), note)
+
+
 def domain_table(results: Results, *, brief: bool = False) -> Table:
     """Return the accuracy on every held-out domain, the mean and the worst, with differences; empty for other tasks."""
     domains = list(dict.fromkeys(domain for row in results.domains for domain in row.accuracy))
@@ -119,7 +156,8 @@ def domain_table(results: Results, *, brief: bool = False) -> Table:
             cell = decimal(level.mean)
             if not brief and level.low is not None and level.high is not None:
                 only = "" if level.over == EVERYTHING else f", {level.over}"
-                cell += f" (95% interval {decimal(level.low)} to {decimal(level.high)}{only})"
+                text = f"{cell} (95% interval {decimal(level.low)} to {decimal(level.high)}{only})"
+                cell = Cell(text, level.mean, level.low, level.high)
             yield f"{name}, %", cell
             yield f"{name}, difference", difference_cell(results, row, found, 2 if brief else None, "no seed in common")
 
@@ -212,7 +250,8 @@ def accuracy_table(results: Results, *, brief: bool = False) -> Table:
             error = score.level if score else None
             accuracy = decimal(100 - error.mean if error else None)
             if error and error.low is not None and error.high is not None:
-                accuracy += f" ({decimal(100 - error.high)} to {decimal(100 - error.low)})"
+                low, high = 100 - error.high, 100 - error.low
+                accuracy = Cell(f"{accuracy} ({decimal(low)} to {decimal(high)})", accuracy.value, low, high)
             yield name, accuracy
             difference = -score.difference if score and score.difference else None  # of accuracies, not of errors
             yield f"{name}, difference", difference_cell(results, row, difference, 2 if brief else None)
@@ -250,7 +289,8 @@ def attacks_table(results: Results) -> Table:
             yield name, decimal(known_mean(trial.figure for trial in trials), results.run.measure.digits)
             if name in with_cost:
                 nats = known_mean(trial.cost.mean for trial in trials if trial.cost)
-                yield f"{name}, cost on untouched words", NONE if nats is None else f"{rise(nats):+.2f}%"
+                cost = NONE if nats is None else Cell(signed(rise(nats), ".2f") + "%", rise(nats))
+                yield f"{name}, cost on untouched words", cost
             changed = known_mean(trial.predictions_changed for trial in trials)
             if changed is not None:
                 yield f"{name}, predictions changed", percent(changed)
@@ -296,3 +336,64 @@ def routing_table(results: Results) -> Table:
         "whose last selected expert and the next differ by less than w."
     )
     return Table.of("Routing metrics", (dict(cells(row)) for row in results.rows), note)
+
+
+def published_table(published: Published, results: Results | None = None) -> Table:
+    """Return the rows of the paper's table, and after each figure ours, if there are results; then the routers it lacks."""
+    title, note = "Published figures", ""
+    if results is not None and (paper := results.paper) is not None:
+        title = f"{paper.name} ({', '.join(paper.covers)}): published figures, and ours"
+        note = f"The page lists {len(paper.deviations)} deviations from the paper's experiment."
+    rows = {} if results is None else _paper_rows(results)
+    printed_routers = {row.get("router") for row in published.rows}
+    listed = [*published.rows, *({"name": "", "router": name} for name in rows if name not in printed_routers)]
+
+    def cells(printed: dict[str, object]) -> Iterator[tuple[str, str]]:
+        yield "in the paper", str(printed["name"])
+        yield "router", str(printed.get("router", ""))
+        for key, column in published.columns.items():
+            yield column.heading, str(printed.get(key, ""))
+            if results is not None and column.ours is not None:
+                row = rows.get(str(printed.get("router")))
+                of_cells = {} if row is None or results.paper is None else results.paper.of_cells.get(row.router, {})
+                ours = "" if row is None else our_figure(_over_domains(row, results), column, of_cells)
+                yield f"{column.heading}, here", ours
+
+    return Table.of(title, (dict(cells(row)) for row in listed), note)
+
+
+def _paper_rows(results: Results) -> dict[str, Row]:
+    """Return the row of each router that stands for the paper's; none of a sweep that the paper does not have."""
+    if results.swept and results.paper is not None and results.paper.sweep == results.swept:
+        sign = 1 if results.run.measure.better == "lower" else -1
+        worst_first = sorted(results.rows, key=lambda row: math.inf if row.clean is None else sign * row.clean, reverse=True)
+        return {row.router: row for row in worst_first}
+    return {row.router: row for row in results.rows} if results.domains or not results.swept else {}
+
+
+def _over_domains(row: Row, results: Results) -> Row:
+    """Return a row with the mean error over held-out domains, if several were held out."""
+    means = {one.router: one.mean.mean for one in results.domains}
+    return replace(row, clean=100 - means[row.router]) if row.router in means else row
+
+
+def our_figure(row: Row, column: Column, of_cells: Mapping[str, float | None]) -> str:
+    """Return our number for a published column, as text; empty if the row, or its cells, have none."""
+    assert column.ours is not None
+    name = column.number
+    if name == "parameters":
+        return f"{row.parameters / 1e6:.0f} M"
+    kind, _, test = name.partition(":")
+    if kind == "shift":
+        value = row.shifts[test].figure if test in row.shifts else None
+    elif kind in OF_CELLS:
+        value = of_cells.get(name)
+    elif kind == "attack":
+        value = row.scores[test].mean if test in row.scores else None
+    else:
+        value = {"clean": row.clean, "attacked": row.attacked, "bits": row.clean_bits_per_byte}[name]
+    if value is None:
+        return ""
+    if column.ours.startswith("100 - "):
+        value = 100 - value
+    return decimal(100 * value if column.ours.startswith("100 * ") else value)

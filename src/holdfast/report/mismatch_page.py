@@ -7,11 +7,12 @@ from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from holdfast.mismatch import MismatchReport
 from holdfast.mismatch.report import Estimate, LayerSets, Row
-from holdfast.report.page_shell import how_it_was_run, number, percent, render_template, signed, write_report_page
+from holdfast.report.export import Page
+from holdfast.report.first_screen import Bar, figure
+from holdfast.report.page_shell import THEMES, how_it_was_run, listed, number, percent, signed, write_report_page
 from holdfast.report.plot_data import (
     DASHES,
     LEGEND,
@@ -25,15 +26,12 @@ from holdfast.report.plot_data import (
     error_bars,
     escaped,
     layer_axis,
-    names_axis,
-    plot_height,
+    line_of,
     shares_axis,
-    symbol,
-    trace,
-    wrapped_label,
 )
-from holdfast.report.tables import Table
+from holdfast.report.tables import Cell, Table
 
+NO_INTERVAL, NOT_CLEAR = "no interval", "no clear difference"
 REMEDIES = {
     "live": "the model's own router in both runs.",
     "replay": "training uses the experts of the rollout, with live weights. Only the trainer changes.",
@@ -44,20 +42,24 @@ REMEDIES = {
 
 def write_mismatch(report: MismatchReport | str | Path, path: str | Path, *, force: bool = False) -> Path:
     """Write the page of a report, given as such, as its file or as its folder. Overwrite a file only with `force`."""
-    return write_report_page(MismatchReport, report, path, render_mismatch, force=force)
+    return write_report_page(MismatchReport, report, path, force=force)
 
 
-def render_mismatch(report: MismatchReport) -> str:
-    """Return the page as HTML."""
+def mismatch_page(report: MismatchReport) -> Page:
+    """Return the page as data, to be rendered or exported."""
     plots = {kind: [plot for plot in rollout_plots(report, kind) if plot.data] for kind in report.rollouts}
     parts = [(kind, remedies_table(report, kind), changes_table(report, kind), drawn) for kind, drawn in plots.items()]
+    bars = {f"Mean gap and price. {rollout_name(report, kind)}": remedy_bars(report, kind) for kind in report.rollouts}
     how = how_it_was_run(report)
     del how["Settings"]["tail"]
-    return render_template(
+    return Page(
         "mismatch.html",
         chain(*plots.values()),
+        brief=parts[0][1] if parts else Table("", ["remedy"], []),
+        sentences=[verdict(report)],
         title=report.model.name,
-        verdict=verdict(report),
+        summary=" ".join(summary(report)),
+        bars={name: shown for name, shown in bars.items() if shown},
         parts_=parts,
         about=REMEDIES,
         skipped=Table.of(
@@ -66,6 +68,7 @@ def render_mismatch(report: MismatchReport) -> str:
         ),
         no_logprobs=report.data.logprobs is False,
         how=how,
+        exported=(bars, summary(report)),
     )
 
 
@@ -83,11 +86,44 @@ def rollout_name(report: MismatchReport, kind: str) -> str:
 
 
 def verdict(report: MismatchReport) -> str:
-    """Return the main numbers as one paragraph."""
-    parts = [] if report.status == "complete" else ["Interrupted: this page covers the finished rows."]
+    """Return which remedies clearly lower the mean gap, against the first kind of rollout."""
     if not report.rows:
-        return " ".join([*parts, "No row could be measured; the reasons are below."])
-    return " ".join([*parts, *summary(report)])
+        said = "No row could be measured; the reasons are below."
+    else:
+        rows = rows_of(report, report.rollouts[0])
+        known = {row.label: row.logprobs.change.mean for row in rows if row.logprobs and row.logprobs.change}
+        lower = [label for label, change in known.items() if change.high is not None and change.high < 0]
+        gap = f"the gap between training and the {report.rollouts[0]} rollout"
+        if lower:
+            of = f"Of {len(known)} {'remedy' if len(known) == 1 else 'remedies'}"
+            said = f"{of}, {listed(lower)} clearly {'lowers' if len(lower) == 1 else 'lower'} {gap}."
+        elif any(change.high is not None for change in known.values()):
+            said = f"No remedy clearly lowers {gap}."
+        else:
+            said = f"Nothing can be concluded about {gap}: {'there is one sequence' if known else 'there are no remedies'}."
+    return said if report.status == "complete" else f"Interrupted: this page covers the finished rows. {said}"
+
+
+def remedy_bars(report: MismatchReport, kind: str) -> list[Bar]:
+    """Return a bar for each remedy: its mean gap with the interval, whether it is lower than that of live, and its price."""
+    rows = [
+        (row, row.logprobs.mean) for row in rows_of(report, kind) if row.logprobs and row.logprobs.mean.value is not None
+    ]
+    longest = max((found.high or found.value or 0 for _, found in rows), default=0) or 1
+    bars = []
+
+    def place(value: float) -> float:
+        return round(100 * value / longest, 2)
+
+    for row, found in rows:
+        change = row.logprobs.change if row.logprobs else None
+        costs = [f"loss {figure(row.loss)}"] if row.loss is not None else []
+        costs += [f"{number(row.experts_per_token)} experts per token"] if row.experts_per_token is not None else []
+        interval = None if found.low is None or found.high is None else (place(found.low), place(found.high))
+        colour, width = place_of(row) % len(THEMES["light"]["routers"]), place(found.value or 0)
+        said = "" if change is None else lower_or_higher(change.mean)
+        bars.append(Bar(row.label, colour, width, interval, f"{found.value:#.3g}", said, ", ".join(costs)))
+    return bars
 
 
 def summary(report: MismatchReport) -> list[str]:
@@ -126,19 +162,28 @@ def summary(report: MismatchReport) -> list[str]:
 
 def change_words(found: Estimate) -> str:
     """Return a change from live as text, with its interval."""
-    if found.value is None or found.low is None or found.high is None:
+    said = lower_or_higher(found)
+    if said == NO_INTERVAL:
         return "from one sequence there is no interval, so nothing can be concluded"
-    interval = f"95% interval {found.low:+.3g} to {found.high:+.3g}"
+    words = "does not clearly differ from live" if said == NOT_CLEAR else f"is {said}"
+    return f"the mean gap {words} (95% interval of the change {found.low:+.3g} to {found.high:+.3g})"
+
+
+def lower_or_higher(found: Estimate) -> str:
+    """Return a change from live in a few words."""
+    if found.value is None or found.low is None or found.high is None:
+        return NO_INTERVAL
     if found.low <= 0 <= found.high:
-        return f"the mean gap does not clearly differ from live ({interval})"
-    return f"the mean gap changes by {found.value:+.3g} ({interval})"
+        return NOT_CLEAR
+    return f"{'lower' if found.value < 0 else 'higher'} by {abs(found.value):#.3g}"
 
 
-def with_interval(found: Estimate, shown: Callable[[float | None], str]) -> str:
+def with_interval(found: Estimate, shown: Callable[[float | None], Cell]) -> Cell:
     """Return a number with its interval as text."""
     if found.low is None or found.high is None:
         return shown(found.value)
-    return f"{shown(found.value)} ({shown(found.low)} to {shown(found.high)})"
+    value, low, high = map(shown, (found.value, found.low, found.high))
+    return Cell(f"{value} ({low} to {high})", value.value, low.value, high.value)
 
 
 def remedies_table(report: MismatchReport, kind: str) -> Table:
@@ -195,35 +240,15 @@ def place_of(row: Row) -> int:
 
 
 def rollout_plots(report: MismatchReport, kind: str) -> list[Plot]:
-    """Draw the gaps of log-probabilities and the differences of sets against one kind of rollout."""
+    """Draw the tails of the gaps of log-probabilities and the differences of sets against one kind of rollout."""
     decisions = "The share of tokens whose set of experts in this layer is not that of the rollout."
     tokens = "The share of tokens with a different set of experts in this layer or an earlier one."
     one, many = "Routing decisions with different experts, by layer", "Tokens with different experts, up to each layer"
     return [
-        gaps(report, kind),
         tail(report, kind),
         by_layer(report, kind, f"layers-{kind}", one, decisions, lambda layer: layer.routers_differ),
         by_layer(report, kind, f"tokens-{kind}", many, tokens, lambda layer: layer.tokens_differ_so_far),
     ]
-
-
-def gaps(report: MismatchReport, kind: str) -> Plot:
-    """Draw the mean gap of each remedy with its interval."""
-    data: list[Trace] = []
-    for row in rows_of(report, kind):
-        if row.logprobs is None or row.logprobs.mean.value is None:
-            continue
-        place, found = place_of(row), row.logprobs.mean
-        style: dict[str, Any] = {"marker": {"size": 10, "symbol": symbol(place)}, "error_x": _bars([found])}
-        hover = f"{escaped(row.label)}: %{{x:.3g}}<extra></extra>"
-        data.append(trace(place, [found.value], [wrapped_label(row.label)], mode="markers", hovertemplate=hover, **style))
-    x = axis("mean of |log ratio|", rangemode="tozero")
-    layout = {"xaxis": x, "yaxis": names_axis(), "height": plot_height(data)}
-    caption = (
-        "The gap of a token is |log p(training) - log p(rollout)|. Bars: 95% intervals, by drawing sequences. Whether two "
-        "remedies differ is in the table of changes, which is paired."
-    )
-    return Plot(f"gaps-{kind}", "Mean gap of log-probabilities", caption, data, layout)
 
 
 def tail(report: MismatchReport, kind: str) -> Plot:
@@ -233,10 +258,9 @@ def tail(report: MismatchReport, kind: str) -> Plot:
         if row.logprobs is None:
             continue
         y = [100 * value if value > 0 else None for value in row.logprobs.tail]  # a log axis has no 0
-        hover = f"{escaped(row.label)}: %{{y:.3g}}% of the tokens above %{{x:.3g}}<extra></extra>"
-        line = {"width": 2, "dash": DASHES[place_of(row) % len(DASHES)]}
-        style: dict[str, Any] = {"line": line, "name": escaped(row.label), "hovertemplate": hover}
-        data.append(trace(place_of(row), report.settings.tail, y, mode="lines", **style))
+        place, name = place_of(row), escaped(row.label)
+        hover = f"{name}: %{{y:.3g}}% of the tokens above %{{x:.3g}}"
+        data.append(line_of(place, report.settings.tail, y, hover, DASHES[place % len(DASHES)], name=name))
     x, y_axis = axis("|log ratio|", **LOGARITHMIC), axis("% of the tokens above", **LOGARITHMIC)
     layout = {"xaxis": x, "yaxis": y_axis, "legend": LEGEND}
     caption = (
@@ -256,12 +280,8 @@ def by_layer(
         hover = f"{escaped(row.label)}, layer %{{x:.0f}}: %{{y:.3g}}%<extra></extra>"
         x = beside((layer.layer for layer in row.sets.layers), index, len(rows))
         y = [None if each.value is None else 100 * each.value for each in found]
-        style = {"name": escaped(row.label), "error_y": _bars(found, 100)}
-        data.append(curve_of(place_of(row), None, x, y, hover, **style))
+        bars = error_bars(*((each.value, each.low, each.high) for each in found), scale=100) | THIN
+        data.append(curve_of(place_of(row), None, x, y, hover, name=escaped(row.label), error_y=bars))
     layers = max(len(row.sets.layers) for row in rows)
     layout = {"xaxis": layer_axis(layers), "yaxis": shares_axis(), "legend": LEGEND}
     return Plot(name, title, f"{caption} Bars: 95% intervals.", data, layout)
-
-
-def _bars(found: list[Estimate], scale: float = 1.0) -> dict[str, Any]:
-    return error_bars(*((each.value, each.low, each.high) for each in found), scale=scale) | THIN

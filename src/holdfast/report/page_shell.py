@@ -3,28 +3,32 @@
 import base64
 import hashlib
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from holdfast.errors import require_extra
+from holdfast.auditing.reports import Pair, flattened
+from holdfast.errors import MissingExtra, require_extra
 from holdfast.files import write_atomically
-from holdfast.report.plot_data import Plot
-from holdfast.stored import StoredRecord
+from holdfast.report.plot_data import MARKS, Plot
+from holdfast.report.tables import Cell
+from holdfast.stored import ShownRecord, StoredRecord, late
 
 if TYPE_CHECKING:
-    from holdfast.auditing.reports import Report
+    from holdfast.auditing.reports import AuditReport, GeometryReport
+    from holdfast.mismatch.report import MismatchReport
 
 PAGE = Path(__file__).parent / "page"  # templates, style and scripts
-SCRIPTS = ("graphs.js", "views.js", "report.js")  # the last one uses the others
-AUDIT, GEOMETRY, MISMATCH = "audit.json", "geometry.json", "mismatch.json"
-STORED = {
-    "results.json": "stored results",
-    AUDIT: "a stored audit",
-    GEOMETRY: "a stored geometry report",
-    MISMATCH: "a stored mismatch report",
-}
+STYLES = ("report.css", "strip.css", "explorer.css")
+SCRIPTS = (  # each uses some of those before it
+    "state.js", "tabs.js", "tables.js", "copy.js", "graphs.js", "curves.js", "plot_texts.js", "explorer.js", "export.js",
+    "report.js",
+)  # fmt: skip
+STORED = ("results.json", "audit.json", "geometry.json", "mismatch.json")
 
 # Okabe and Ito's colours for the colour-blind, darkened or lightened for contrast with the background.
 THEMES: dict[str, dict[str, Any]] = {
@@ -59,12 +63,14 @@ COLOURS = (
     "#bfef45", "#f5a3bd", "#2f8f86", "#c9a6f7", "#9a6324", "#8c1c1c", "#8ff0b0", "#808000",
 )  # fmt: skip
 BORDERS = ("none", "dashed", "dotted", "double")  # these distinguish experts of the same colour
+RISKS = {1e-5: "#7f0000", 1e-4: "#c8321e", 1e-3: "#f07f4f", 1e-2: "#fdbb84"}  # of tokens with relative radii below these
+SAFE = "#fee8c8"
 
 
 def write_page(path: Path, page: Callable[[], str], *, force: bool = False) -> Path:
     """Write a page atomically. Raise ValueError if the file exists and `force` is False, or has the name of a result."""
     if path.is_dir() or path.name in STORED:
-        what = "a folder" if path.is_dir() else f"the name of {STORED[path.name]}"
+        what = "a folder" if path.is_dir() else "the name of a stored report"
         raise ValueError(f"{path} is {what}; name an .html file to write to.")
     if path.is_symlink():
         raise ValueError(f"{path} is a symbolic link; remove it, or name another file.")
@@ -74,26 +80,41 @@ def write_page(path: Path, page: Callable[[], str], *, force: bool = False) -> P
     return path
 
 
-Record = TypeVar("Record", bound=StoredRecord)
+def render(report: ShownRecord) -> str:
+    """Return the page of a report as HTML."""
+    html: str = late(report.page)(report).html()
+    return html
 
 
-def write_report_page(
-    kind: type[Record],
-    report: Record | str | Path,
-    path: str | Path,
-    render: Callable[[Record], str],
-    *,
-    force: bool = False,
-) -> Path:
-    """Write the page of a report, given as a record, as its file or as its folder. Overwrite a file only with `force`."""
+def write_report_page(kind: type[ShownRecord], report: ShownRecord | str | Path, path: str | Path, *, force: bool) -> Path:
+    """Write the page of a report, given as a record, as its file or as its folder. Overwrite a file only with `force`.
+
+    A stored report whose parts do not fit together (it was edited) cannot be drawn: raise ValueError.
+    """
     target = Path(path)
-    if not isinstance(report, str | Path):
-        found = report
-        return write_page(target, lambda: render(found), force=force)
-    source = Path(report)
+    if isinstance(report, ShownRecord):
+        return write_page(target, partial(render, report), force=force)
+    source = Path(report) / kind.file_name if Path(report).is_dir() else Path(report)
     if target.exists() and source.exists() and target.samefile(source):
         raise ValueError(f"{target} is the stored report itself; name an .html file to write to.")
-    return write_page(target, lambda: render(kind.load(source)), force=force)
+
+    def page() -> str:
+        record = kind.load(source)
+        with drawing(source, kind):
+            return render(record)
+
+    return write_page(target, page, force=force)
+
+
+@contextmanager
+def drawing(source: Path, kind: type[StoredRecord]) -> Iterator[None]:
+    """Turn errors about a report whose parts do not fit together into one sentence that names its file."""
+    try:
+        yield
+    except MissingExtra:
+        raise
+    except (LookupError, TypeError, ValueError) as problem:
+        raise ValueError(f"{source} is damaged: it cannot be drawn ({problem}); {kind.remedy}.") from problem
 
 
 def render_template(template: str, drawn: Iterable[Plot], data: Mapping[str, Any] | None = None, **values: Any) -> str:
@@ -110,17 +131,21 @@ def render_template(template: str, drawn: Iterable[Plot], data: Mapping[str, Any
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    templates.globals |= {"marks": MARKS, "colours": len(THEMES["light"]["routers"])}
     templates.policies["json.dumps_kwargs"] = {"allow_nan": False, "sort_keys": True, "separators": (",", ":")}
-    scripts = [get_plotlyjs(), *((PAGE / name).read_text(encoding="utf-8") for name in SCRIPTS)]
+    given = {"plots": {plot.name: asdict(plot) for plot in drawn}, "graphs": [], "curves": [], **(data or {})}
+    library = [get_plotlyjs()] if any(given[kind] for kind in ("plots", "graphs", "curves")) else []
+    scripts = [*library, *((PAGE / name).read_text(encoding="utf-8") for name in SCRIPTS)]
     assert not any("</script" in script.lower() or "\r" in script for script in scripts)
-    given = {"plots": {plot.name: asdict(plot) for plot in drawn}, "graphs": [], "views": [], "pixels": [], **(data or {})}
-    looks = {"colours": len(COLOURS), "borders": len(BORDERS)}
+    names = [risk["name"] for risk in risks()]
+    looks = {"colours": len(COLOURS), "borders": len(BORDERS), "risks": list(RISKS), "names": names}
     return templates.get_template(template).render(
         data={**given, "themes": THEMES, "looks": looks},
         themes=THEMES,
         experts=[with_text_colour(colour) for colour in COLOURS],
         borders=BORDERS,
-        style=Markup((PAGE / "report.css").read_text(encoding="utf-8")),
+        risks=risks(),
+        style=Markup("".join((PAGE / name).read_text(encoding="utf-8") for name in STYLES)),
         scripts=[Markup(script) for script in scripts],
         hashes=[f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}" for script in scripts],
         **values,
@@ -130,6 +155,12 @@ def render_template(template: str, drawn: Iterable[Plot], data: Mapping[str, Any
 def with_text_colour(colour: str) -> dict[str, str]:
     """Return a background colour with a text colour that is readable on it."""
     return {"colour": colour, "ink": text_colour_on(colour)}
+
+
+def risks() -> list[dict[str, str]]:
+    """Return the legend of risks, the smallest radii first. A token's level is an index into it."""
+    named = [{"name": f"below {bound:g}", **with_text_colour(colour)} for bound, colour in RISKS.items()]
+    return [*named, {"name": f"{max(RISKS):g} and more", **with_text_colour(SAFE)}]
 
 
 def text_colour_on(colour: str) -> str:
@@ -144,13 +175,10 @@ def luminance(colour: str) -> float:
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-def flattened(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the entries of a nested mapping as dotted names and text."""
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from flattened(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", ", ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
+def as_texts(tree: Mapping[str, Any]) -> dict[str, str]:
+    """Return the entries of a nested mapping by dotted name, as text."""
+    entries = ((name, value if isinstance(value, list) else [value]) for name, value in flattened(tree))
+    return {name: ", ".join(map(str, values)) or "none" for name, values in entries}
 
 
 def listed(names: Sequence[str]) -> str:
@@ -158,23 +186,29 @@ def listed(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def decimal(value: float | None, digits: int = 2) -> str:
+def decimal(value: float | None, digits: int = 2) -> Cell:
     """Return a number with a fixed number of decimals, and a dash for None."""
-    return "\u2013" if value is None else f"{value:,.{digits}f}"
+    return Cell("\u2013" if value is None else f"{value:,.{digits}f}", value)
 
 
-def percent(share: float | None) -> str:
+def percent(share: float | None) -> Cell:
     """Return a share in percent, and a dash for None."""
-    return decimal(share) if share is None else f"{100 * share:.2f}%"
+    return decimal(share) if share is None else Cell(f"{100 * share:.2f}%", 100 * share)
 
 
-def short_share(value: float | None) -> str:
+def short_share(value: float | None) -> Cell:
     """Return a share in percent with two significant digits: with a fixed number of decimals, small shares would be 0."""
     if value is None or not math.isfinite(value):
         return decimal(None)
     if value == 0 or value >= 0.0995:
-        return f"{value:.0%}"
-    return "<0.001%" if value < 1e-5 else f"{100 * value:#.2g}%"
+        return Cell(f"{value:.0%}", 100 * value)
+    return Cell("<0.001%" if value < 1e-5 else f"{100 * value:#.2g}%", 100 * value)
+
+
+def before_and_after(pair: Pair, written: Callable[[float | None], Cell]) -> Cell:
+    """Return two numbers with an arrow between them."""
+    before, after = written(pair.before), written(pair.after)
+    return Cell(f"{before} → {after}", pair=(before.value, after.value))
 
 
 def rise(nats: float) -> float:
@@ -182,14 +216,51 @@ def rise(nats: float) -> float:
     return 100 * math.expm1(nats)
 
 
-def number(value: float | None, digits: int = 3) -> str:
+def number(value: float | None, digits: int = 3) -> Cell:
     """Return a number with this many significant digits, and a dash for None."""
-    return decimal(value) if value is None else f"{value:.{digits}g}"
+    return decimal(value) if value is None else Cell(f"{value:.{digits}g}", value)
 
 
-def signed(value: float | None, form: str = ".3g") -> str:
-    """Return a number with its sign, and a dash for None."""
-    return decimal(value) if value is None else f"{value:+{form}}"
+def signed(value: float | None, form: str = ".3g") -> Cell:
+    """Return a number with its sign, which one that rounds to 0 does not have, and a dash for None."""
+    if value is None:
+        return decimal(value)
+    text = f"{value:+{form}}"
+    if not re.search("[1-9]|inf|nan", text):
+        text = text[1:]
+    return Cell(text, 100 * value if form.endswith("%") else value)
+
+
+def seconds_text(seconds: float | None) -> str:
+    """Return a time in the unit that suits it: `310 ms`, `2.4 s`, `12 min`, `3.5 h`."""
+    if seconds is None:
+        return decimal(None)
+    units = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+    unit = max((name for name in units if seconds >= 0.9995 * units[name]), key=lambda name: units[name], default="ms")
+    return f"{_short(seconds / units[unit])} {unit}"
+
+
+def flops_text(flops: float | None) -> str:
+    """Return a number of FLOPs: `1.3 M`."""
+    return _with_prefix(flops, 1000.0)
+
+
+def bytes_text(count: float | None) -> str:
+    """Return a number of bytes: `2.1 GiB`."""
+    return f"{_with_prefix(count, 1024.0)}iB".replace("\u2013iB", "\u2013")
+
+
+def _with_prefix(value: float | None, step: float) -> str:
+    """Return a number with the prefix of its size, from K on."""
+    if value is None:
+        return decimal(None)
+    power = next((power for power in range(1, 5) if value / step**power < 999.5), 5)
+    return f"{_short(value / step**power)} {'KMGTP'[power - 1]}"
+
+
+def _short(value: float) -> str:
+    """Return a number with two digits, or all digits before the point."""
+    return f"{value:,.0f}" if value >= 99.5 else f"{value:.2g}"
 
 
 def visible_lines(text: str) -> str:
@@ -197,10 +268,10 @@ def visible_lines(text: str) -> str:
     return "↵".join(text.replace("\r\n", "\n").replace("\r", "\n").split("\n"))
 
 
-def how_it_was_run(report: "Report") -> dict[str, dict[str, str]]:
+def how_it_was_run(report: "AuditReport | GeometryReport | MismatchReport") -> dict[str, dict[str, str]]:
     """Return how a report was made: model, data, settings, versions."""
-    stored = asdict(report)
-    stored["data"] = {name: value for name, value in stored["data"].items() if value is not None}
-    groups = {name.capitalize(): stored[name] for name in ("model", "data", "settings", "versions")}
+    data = {name: value for name, value in asdict(report.data).items() if value is not None}
+    groups: dict[str, dict[str, Any]] = {"Model": asdict(report.model), "Data": data}
+    groups |= {"Settings": asdict(report.settings), "Versions": report.versions}
     groups["Run"] = {"status": report.status, "seconds": decimal(report.seconds, 1)}
-    return {title: dict(flattened(group)) for title, group in groups.items() if group}
+    return {title: as_texts(group) for title, group in groups.items() if group}

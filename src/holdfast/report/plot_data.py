@@ -41,6 +41,8 @@ class Plot:
 
 
 def trace(router: int, x: Sequence[Any], y: Sequence[Any], *, layer: str | None = None, **style: Any) -> Trace:
+    if len(x) != len(y):
+        raise ValueError(f"a curve has {len(x)} places and {len(y)} values")
     meta = {"router": router} if layer is None else {"router": router, "layer": layer}
     return {"type": "scatter", "meta": meta, "x": list(x), "y": list(y), "hoverlabel": {"namelength": 0}, **style}
 
@@ -54,12 +56,20 @@ def error_bars(*points: tuple[float | None, float | None, float | None], scale: 
     return {"type": "data", "symmetric": False, "array": above.tolist(), "arrayminus": below.tolist()}
 
 
-def curve_of(
-    router: int, layer: str | None, x: Sequence[float], y: Sequence[float | None], hover: str, **style: Any
-) -> Trace:
+def curve_of(router: int, layer: str | None, x: Sequence[Any], y: Sequence[Any], hover: str, **style: Any) -> Trace:
     marker = {"size": 8, "symbol": symbol(router)}
     line = {"width": 2, "dash": dash(router)}
     return trace(router, x, y, layer=layer, mode="lines+markers", marker=marker, line=line, hovertemplate=hover, **style)
+
+
+def line_of(router: int, x: Sequence[Any], y: Sequence[Any], hover: str, dash: str, width: float = 2, **style: Any) -> Trace:
+    line = {"width": width, "dash": dash}
+    return trace(router, x, y, mode="lines", line=line, hovertemplate=f"{hover}<extra></extra>", **style)
+
+
+def styles(labels: Sequence[str]) -> list[dict[str, str]]:
+    """Return how the curves of each router look, for curves that the page's script makes."""
+    return [{"label": escaped(label), "symbol": symbol(at), "dash": dash(at)} for at, label in enumerate(labels)]
 
 
 def range_over_layers(router: int, routers: int, found: Sequence[tuple[int, Sequence[float]]], hover: str) -> Trace:
@@ -106,10 +116,6 @@ def tick_step(count: int) -> int:
 
 def symbol(router: int) -> str:
     return SYMBOLS[router % len(SYMBOLS)]
-
-
-def mark(router: int) -> str:
-    return MARKS[router % len(MARKS)]
 
 
 def dash(router: int) -> str:

@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -22,11 +22,11 @@ from holdfast.report.plot_data import (
     escaped,
     layer_axis,
     line_at,
+    line_of,
     names_axis,
     plot_height,
     range_over_layers,
     relative_load,
-    shares_axis,
     symbol,
     tick_step,
     trace,
@@ -36,15 +36,20 @@ from holdfast.train.results import CellResult, Layer, Results
 
 LEVELS = 255  # budgets are shown as multiples of 1/255, the step of a pixel's value in a file
 ERRORS = {"figure": ("error", ""), "top5": ("top-5 error", ", top 5")}  # key of a curve: its name, and the end of a title
-CARRIED = "What an attack found at a smaller budget counts at larger ones too."
+MOST_PANELS, PANEL = 8, 84  # of differences over training, and the height of one in pixels
+CARRIED = "What an attack found at a smaller budget counts at larger ones too (a universal perturbation as a whole)."
 
 
 def plots(results: Results) -> list[Plot]:
     """Return the plots that have data."""
-    of_results = (clean_and_attacked, cost, differences, every_attack)
-    of_runs = (training, load, entropy, near_ties, fluctuation, consistency)
-    drawn = [draw(results) for draw in of_results], attack_curves(results), [draw(results) for draw in of_runs]
-    return [plot for plot in chain(*drawn) if plot.data]
+    every = [
+        *(draw(results) for draw in (differences, clean_and_attacked, cost, every_attack)),
+        *attack_curves(results),
+        price(results),
+        *over_training(results),
+        *(draw(results) for draw in (load, entropy, near_ties, consistency)),
+    ]
+    return [plot for plot in every if plot.data]
 
 
 def clean_and_attacked(results: Results) -> Plot:
@@ -107,28 +112,116 @@ def differences(results: Results) -> Plot:
     return Plot("differences", "Difference to the baseline", caption, data, layout)
 
 
-def training(results: Results) -> Plot:
-    """Draw the training loss."""
-    data: list[Trace] = []
-    width = 1
-    for place, row in enumerate(results.rows):
-        cells = results.cells_of(row)
-        width = max([width, *(cell.curve.width for cell in cells)])
-        curves = [dict(zip(cell.curve.steps, cell.curve.losses, strict=True)) for cell in cells]
-        shared = [step for step in curves[0] if all(curve.get(step) is not None for curve in curves)] if curves else []
-        if not shared:
-            continue
-        for curve in curves if len(curves) > 1 else []:
-            losses = [curve[step] for step in shared]
-            data.append(trace(place, shared, losses, mode="lines", line={"width": 1}, opacity=0.3, hoverinfo="skip"))
-        means = [statistics.fmean(curve[step] or 0.0 for curve in curves) for step in shared]
-        style = {"width": 2, "dash": dash(place)}
-        hover = f"{escaped(row.label)}, step %{{x}}: %{{y:.3f}}<extra></extra>"
-        data.append(trace(place, shared, means, mode="lines", line=style, hovertemplate=hover))
-    caption = "Training loss: the mean over seeds; thin lines are single seeds." + (
-        f" Each point is the mean of {width} steps." if width > 1 else ""
+Curves = Callable[[CellResult], tuple[Sequence[float], Sequence[float | None]]]
+
+
+def over_training(results: Results) -> Iterator[Plot]:
+    """Yield what was logged in training: the routers' differences to the baseline, and the level of the baseline."""
+    width = max([1, *(cell.curve.width for cell in results.cells)])
+    each = f" Each point is the mean of {width} steps." if width > 1 else ""
+    perplexity = " Its exponential is the perplexity." if results.run.measure.noun == "perplexity" else ""
+    held_out = "on held-out data (training.validate_every)"
+
+    def losses(cell: CellResult) -> tuple[Sequence[float], Sequence[float | None]]:
+        return cell.validation.steps, cell.validation.losses
+
+    def figures(cell: CellResult) -> tuple[Sequence[float], Sequence[float | None]]:
+        return cell.validation.steps[: len(cell.validation.figures)], cell.validation.figures
+
+    kinds: tuple[tuple[str, str, str, str, Curves], ...] = (
+        ("training", "Training loss", "loss", f"in training.{each}", lambda cell: (cell.curve.steps, cell.curve.losses)),
+        ("validation", "Validation loss", "loss", f"{held_out}.{perplexity}", losses),
+        ("validation-figure", "Validation error", "error", f"{held_out}; lower is better.", figures),
     )
-    return Plot("training", "Training curves", caption, data, {"xaxis": axis("step"), "yaxis": axis("loss")})
+    name = results.baseline.router
+    for key, title, what, where, points in kinds:
+        caption = (
+            f"The {what} minus that of {name} with the same seed, at the same step, {where} Below 0 is better than {name}. "
+            "Lines are means over seeds, bands reach from the lowest seed to the highest."
+        )
+        data = _differences_over_training(results, points)
+        layout = _panels(data, [row.label for row in results.rows], f"{what}, difference")
+        yield Plot(key, f"{title}: difference to {name}", caption, data, layout)
+        caption = f"The {what} {where} The mean over seeds; thin lines are single seeds."
+        layout = {"xaxis": axis("step", rangemode="tozero"), "yaxis": axis(what)}
+        yield Plot(f"{key}-level", f"{title} of {name}", caption, _levels_over_training(results, points), layout)
+
+
+def _shared_curves(cells: Sequence[CellResult], points: Curves) -> tuple[list[float], dict[int, list[float]]]:
+    """Return the steps at which all of these cells have a value, and their values by seed."""
+    curves = {cell.seed: dict(zip(*points(cell), strict=True)) for cell in cells}
+    first = next(iter(curves.values()), {})
+    shared = [step for step in first if all(curve.get(step) is not None for curve in curves.values())]
+    return shared, {seed: [curve[step] or 0.0 for step in shared] for seed, curve in curves.items()}
+
+
+def _differences_over_training(results: Results, points: Curves) -> list[Trace]:
+    """Return for each router a line of mean differences to the baseline of its setting, over a band of single seeds."""
+    data: list[Trace] = []
+    for place, row in enumerate(results.rows):
+        same = [one for one in results.rows if results.is_baseline(one) and one.settings == row.settings]
+        if row not in results.others or not same:
+            continue
+        mine, theirs = ({cell.seed: cell for cell in results.cells_of(one)} for one in (row, same[0]))
+        seeds = sorted(mine.keys() & theirs.keys())
+        steps, values = _shared_curves([mine[seed] for seed in seeds], points)
+        usual_steps, usual = _shared_curves([theirs[seed] for seed in seeds], points)
+        at = {step: number for number, step in enumerate(usual_steps)}
+        kept = [number for number, step in enumerate(steps) if step in at]
+        if not kept:
+            continue
+        found = [[values[seed][number] - usual[seed][at[steps[number]]] for seed in seeds] for number in kept]
+        x = [steps[number] for number in kept]
+        if len(seeds) > 1:
+            ends = [_rounded(map(max, found)), _rounded(map(min, found))[::-1]]
+            data.append(trace(place, x + x[::-1], ends[0] + ends[1], mode="none", fill="toself", hoverinfo="skip"))
+        hover, means = f"{escaped(row.label)}, step %{{x}}: %{{y:+.3g}}", _rounded(map(statistics.fmean, found))
+        data.append(line_of(place, x, means, hover, dash(place)))
+    return data
+
+
+def _panels(data: Sequence[Trace], labels: Sequence[str], title: str) -> dict[str, Any]:
+    """Return the layout of a panel for each router, one below the other with common axes, and move its traces there.
+
+    Bands of several routers in one panel would hide each other. Many routers share one, because panels would be too low.
+    """
+    routers = list(dict.fromkeys(one["meta"]["router"] for one in data))
+    layout: dict[str, Any] = {"xaxis": axis("step", rangemode="tozero"), "yaxis": axis(title), "shapes": [line_at("y", 0)]}
+    if not 1 < len(routers) <= MOST_PANELS:
+        return layout
+    names = {router: "y" if at == 0 else f"y{at + 1}" for at, router in enumerate(routers)}
+    layout |= {"height": 60 + PANEL * len(routers), "shapes": [], "annotations": []}
+    layout["xaxis"]["anchor"] = names[routers[-1]]
+    for at, (router, name) in enumerate(names.items()):
+        top = 1 - at / len(routers)
+        own = axis(title if at == len(routers) // 2 else "", domain=[top - 0.8 / len(routers), top], nticks=4)
+        layout[f"yaxis{name[1:]}"] = own | ({"matches": "y"} if at else {})
+        layout["shapes"].append(line_at("y", 0) | {"yref": name})
+        place = {"x": 0, "y": top, "xref": "paper", "yref": "paper", "xanchor": "left", "yanchor": "bottom"}
+        layout["annotations"].append({"text": escaped(labels[router]), "showarrow": False, "font": {"size": 12}, **place})
+    for one in data:
+        one["yaxis"] = names[one["meta"]["router"]]
+    return layout
+
+
+def _levels_over_training(results: Results, points: Curves) -> list[Trace]:
+    """Return the mean over seeds of the baseline in each setting, and thin lines of single seeds."""
+    data: list[Trace] = []
+    for place, row in enumerate(results.rows):
+        steps, values = _shared_curves(results.cells_of(row), points)
+        if not results.is_baseline(row) or not steps:
+            continue
+        for curve in values.values() if len(values) > 1 else ():
+            thin: dict[str, Any] = {"mode": "lines", "line": {"width": 1}, "opacity": 0.3, "hoverinfo": "skip"}
+            data.append(trace(place, steps, _rounded(curve), **thin))
+        means = _rounded(statistics.fmean(same) for same in zip(*values.values(), strict=True))
+        data.append(line_of(place, steps, means, f"{escaped(row.label)}, step %{{x}}: %{{y:.3f}}", dash(place)))
+    return data
+
+
+def _rounded(values: Iterable[float]) -> list[float]:
+    """Return numbers with as many digits as can be seen: they are most of the size of a page."""
+    return [float(f"{value:.5g}") for value in values]
 
 
 def load(results: Results) -> Plot:
@@ -143,11 +236,8 @@ def load(results: Results) -> Plot:
             most = max(most, len(mean))
             hover = f"{escaped(row.label)}, rank %{{x}}: %{{y:.2f}} times the even load<extra></extra>"
             data.append(curve_of(place, layer, list(range(1, len(mean) + 1)), mean, hover))
-    layout = {
-        "xaxis": axis("experts, the busiest first", tick0=1, dtick=tick_step(most)),
-        "yaxis": axis("load / even load", rangemode="tozero"),
-        "shapes": [line_at("y", 1)],
-    }
+    ranks = axis("experts, the busiest first", tick0=1, dtick=tick_step(most))
+    layout = {"xaxis": ranks, "yaxis": axis("load / even load", rangemode="tozero"), "shapes": [line_at("y", 1)]}
     caption = (
         "The number of tokens that selected each expert, divided by the even load (1, dotted); 0 is a dead expert. Experts "
         "have no common order between runs, so they are sorted by load before the mean over seeds. Clean data."
@@ -157,27 +247,37 @@ def load(results: Results) -> Plot:
 
 def entropy(results: Results) -> Plot:
     """Draw the entropy of the gates by layer."""
-    data: list[Trace] = []
-    most, layers = set(), 0
-    for place, row in enumerate(results.rows):
-        found = []
-        for layer, states in by_layer(results.cells_of(row)):
-            values = [state.entropy for state in states if state.entropy is not None]
-            if layer == ALL_LAYERS or not values:
-                continue
-            found.append((states[0].layer, values))
-            most.add(math.log(states[0].experts))
-            layers = max(layers, states[0].layer + 1)
-        if found:
-            hover = f"{escaped(row.label)}, layer %{{x:.0f}}: %{{y:.3f}} nats<extra></extra>"
-            data.append(range_over_layers(place, len(results.rows), found, hover))
-    lines = [line_at("y", level) for level in sorted(most)]
-    layout = {"xaxis": layer_axis(layers), "yaxis": axis("entropy, nats"), "shapes": lines}
+
+    def values(cell: CellResult) -> Values:
+        return ((layer.layer, layer.entropy) for layer in cell.clean.routing.layers)
+
+    data, layers = _over_layers(results, values, "%{y:.3f} nats")
+    experts = {layer.experts for cell in results.cells for layer in cell.clean.routing.layers if layer.entropy is not None}
+    lines = [line_at("y", math.log(count)) for count in sorted(experts)]
+    layout = {"xaxis": layer_axis(layers), "yaxis": axis("entropy, nats", rangemode="tozero"), "shapes": lines}
     caption = (
         "Entropy of the gates, the mean over tokens and seeds; bars reach from the lowest seed to the highest. The dotted "
         "line is the logarithm of the number of experts, the entropy of a uniform router. Clean data."
     )
     return Plot("entropy", "Routing entropy per layer", caption, data, layout)
+
+
+Values = Iterable[tuple[int, float | None]]  # of some layers
+
+
+def _over_layers(results: Results, values: Callable[[CellResult], Values], shown: str) -> tuple[list[Trace], int]:
+    """Return a curve over layers for each router, and the number of layers; `shown` is the label of a value."""
+    data, layers = list[Trace](), 0
+    for place, row in enumerate(results.rows):
+        found: dict[int, list[float]] = {}
+        for layer, value in chain.from_iterable(map(values, results.cells_of(row))):
+            if value is not None:
+                found.setdefault(layer, []).append(value)
+        if found:
+            hover = f"{escaped(row.label)}, layer %{{x:.0f}}: {shown}<extra></extra>"
+            data.append(range_over_layers(place, len(results.rows), sorted(found.items()), hover))
+            layers = max(layers, 1 + max(found))
+    return data, layers
 
 
 def near_ties(results: Results) -> Plot:
@@ -194,10 +294,8 @@ def near_ties(results: Results) -> Plot:
             data.append(curve_of(place, layer, sorted(shares), means, hover))
     widths = sorted({x for curve in data for x in curve["x"]})
     ticks = {"tickmode": "array", "tickvals": widths, "ticktext": [f"{width:g}" for width in widths]}
-    layout = {
-        "xaxis": axis("gap to the next expert", type="log", **ticks),
-        "yaxis": axis("% of the tokens", type="log", dtick=1, exponentformat="none"),
-    }
+    shares_of_tokens = axis("% of the tokens", type="log", dtick=1, exponentformat="none")
+    layout = {"xaxis": axis("gap to the next expert", type="log", **ticks), "yaxis": shares_of_tokens}
     caption = (
         "The share of tokens that are near-ties: the last selected expert and the next differ by less than the gap on the x "
         "axis, so that a change of this size in their scores can flip them. Both axes are logarithmic; a share of 0 has no "
@@ -245,6 +343,28 @@ def cost(results: Results) -> Plot:
     return Plot("cost", "Cost of the attack on untouched words", caption, data, layout)
 
 
+def price(results: Results) -> Plot:
+    """Draw the clean result of each router against what it costs; the plot is empty if all cost the same."""
+    measure, rows = results.run.measure, results.rows
+    use_flops = all(row.flops is not None for row in rows)
+    of = "image" if results.run.recipe.get("task") == "images" else "token"
+    title = f"MFLOPs of a forward, per {of}" if use_flops else "experts per token"
+    data = list[Trace]()
+    for place, row in enumerate(rows):
+        x = (row.flops or 0.0) / 1e6 if use_flops else row.experts_per_token
+        if row.clean is None or row.apart:
+            continue
+        level = row.scores["clean"].level if "clean" in row.scores else None
+        bars = {"visible": False} if level is None else error_bars((level.mean, level.low, level.high)) | THIN
+        hover = f"{escaped(row.label)}, %{{x:.3g}}: %{{y:.{measure.digits}f}}<extra></extra>"
+        data.append(_marks(place, [x], [row.clean], 12, symbol(place), hover, error_y=bars))
+    if len({mark["x"][0] for mark in data}) < 2:
+        data = []
+    caption = f"{measure.sentence} Means over seeds, with 95% intervals{intervals_cover(results)}."
+    layout = {"xaxis": axis(title), "yaxis": axis(escaped(f"clean {measure.name}"))}
+    return Plot("price", "Clean result against cost", caption, data, layout)
+
+
 def budget_curve(place: int, label: str, budgets: Sequence[float], errors: Sequence[Difference | None]) -> Trace:
     """Return the curve of one router or attack, with its intervals if it has any."""
     known = [(LEVELS * budget, error) for budget, error in zip(budgets, errors, strict=True) if error is not None]
@@ -280,45 +400,16 @@ def attack_curves(results: Results) -> Iterator[Plot]:
             yield budget_plot(f"curve-{number}-{key}", title, caption, data, error)
 
 
-def fluctuation(results: Results) -> Plot:
-    """Draw the share of flips between snapshots of the training."""
-    data: list[Trace] = []
-    for place, row in enumerate(results.rows):
-        flipped: dict[str, dict[int, list[float]]] = {ALL_LAYERS: {}}  # % of the tokens, by layer and by the later step
-        for cell in results.cells_of(row):
-            for layer in cell.snapshots.layers:
-                for step, share in zip(cell.snapshots.steps[1:], layer.fluctuation, strict=True):
-                    for name in (ALL_LAYERS, str(layer.layer)):
-                        if share is not None:
-                            flipped.setdefault(name, {}).setdefault(step, []).append(100 * share)
-        hover = f"{escaped(row.label)}, up to step %{{x}}: %{{y:.2f}}% of the tokens<extra></extra>"
-        for name, changes in flipped.items():
-            if changes:
-                means = [statistics.fmean(changes[step]) for step in sorted(changes)]
-                data.append(curve_of(place, name, sorted(changes), means, hover))
-    layout = {"xaxis": axis("step"), "yaxis": shares_axis()}
-    caption = (
-        "Routing fluctuation: the share of tokens that flip between a snapshot and the one before, the mean over seeds. "
-        "Lower is more stable."
-    )
-    return Plot("fluctuation", "Fluctuation while training", caption, data, layout)
-
-
 def consistency(results: Results) -> Plot:
     """Draw the share of tokens that keep their experts under a perturbation, by layer."""
-    data: list[Trace] = []
-    layers = 0
-    for place, row in enumerate(results.rows):
-        found: dict[int, list[float]] = {}
-        for cell in results.cells_of(row):
-            for layer, share in enumerate(cell.consistency.layers):
-                if share is not None:
-                    found.setdefault(layer, []).append(100 * share)
-        if found:
-            hover = f"{escaped(row.label)}, layer %{{x:.0f}}: %{{y:.2f}}% of the tokens<extra></extra>"
-            data.append(range_over_layers(place, len(results.rows), sorted(found.items()), hover))
-            layers = max(layers, max(found) + 1)
-    layout = {"xaxis": layer_axis(layers), "yaxis": axis("% of the tokens")}
+
+    def values(cell: CellResult) -> Values:
+        return ((layer, share and 100 * share) for layer, share in enumerate(cell.consistency.layers))
+
+    data, layers = _over_layers(results, values, "%{y:.2f}% of the tokens")
+    lowest = min([100.0, *(value for curve in data for value in curve["y"])])
+    room = 0.15 * (100 - lowest) or 1.0
+    layout = {"xaxis": layer_axis(layers), "yaxis": axis("% of the tokens", range=[lowest - room, 100 + room / 4])}
     perturbations = list(dict.fromkeys(cell.consistency.what for cell in results.cells))
     caption = (
         f"The share of tokens that keep their experts under {listed(perturbations) if perturbations else 'noise'}: "
@@ -338,7 +429,7 @@ def by_layer(cells: Sequence[CellResult]) -> Iterator[tuple[str, list[Layer]]]:
         yield str(place), same
 
 
-def _marks(place: int, x: Sequence[Any], names: Sequence[str], size: int, shape: str, hover: str, **style: Any) -> Trace:
+def _marks(place: int, x: Sequence[Any], names: Sequence[Any], size: int, shape: str, hover: str, **style: Any) -> Trace:
     marker = {"size": size, "symbol": shape, "line": {"width": 2}}
     return trace(place, x, names, mode="markers", marker=marker, hovertemplate=hover, **style)
 

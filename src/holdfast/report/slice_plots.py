@@ -40,6 +40,9 @@ def slice_plot(name: str, slices: Sequence[tuple[str | None, Slice]], panel: int
 
 def _traces(found: Slice, panel: int, layer: str | None) -> list[Trace]:
     size = len(found.cells)
+    grids = (found.cells, *(grid for grid in found.extra if grid is not None))
+    if any(len(grid) != size or any(len(row) != size for row in grid) for grid in grids):
+        raise ValueError("the grids of a slice are not square, or differ in size")
     steps = [(high - low) / size for low, high in zip(found.low, found.high, strict=True)]
     grid = {"x0": found.low[0] + steps[0] / 2, "dx": steps[0], "y0": found.low[1] + steps[1] / 2, "dy": steps[1]}
     own = {} if layer is None else {"layer": layer}

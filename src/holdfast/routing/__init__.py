@@ -3,15 +3,16 @@
 router.py           the pipeline
 records.py          its input `Context` and its output `Routing`
 parts.py            the base class of each stage
-scores.py, clustering.py, expert_graph.py, selection.py, thresholds.py, smoothing.py, hierarchy.py, noise.py    the parts
+scores.py, clustering.py, expert_graph.py, selection.py, thresholds.py, smoothing.py, hierarchy.py    the parts
+noise.py, dropout.py                                what training adds to scores, and the experts that it drops
 token_graph.py      the parts in which tokens share gates
-balanced.py, assignment.py, capacity.py             the selectors that look at the whole batch
+balanced.py, transport.py, capacity.py              the selectors that look at the whole batch
 fixed.py            experts by token id
-slots.py, merging.py                                the routers of SoftMoE and SMEAR layers
+soft.py                                             the routers of SoftMoE and SMEAR layers
 state.py            parts that update state without gradients
 cache.py            what earlier tokens stored while decoding
 replaying.py        recorded experts with live weights
-registry.py, presets.py, grammar.py, layer_names.py routers by name
+registry.py, presets.py, grammar.py                 routers by name
 declarations.py, bounds.py                          what parts declare for certificates and plans
 """
 
@@ -34,11 +35,16 @@ from holdfast.routing.declarations import Order as Order
 from holdfast.routing.declarations import Values as Values
 from holdfast.routing.declarations import keep_above as keep_above
 from holdfast.routing.declarations import keep_best as keep_best
+from holdfast.routing.dropout import ExpertDropout as ExpertDropout
+from holdfast.routing.dropout import StepDropout as StepDropout
+from holdfast.routing.dropout import TokenDropout as TokenDropout
 from holdfast.routing.expert_graph import ExpertGraph as ExpertGraph
 from holdfast.routing.fixed import Distilled as Distilled
 from holdfast.routing.fixed import EqualWeights as EqualWeights
 from holdfast.routing.fixed import HashedIds as HashedIds
+from holdfast.routing.hierarchy import Grouped as Grouped
 from holdfast.routing.hierarchy import Hierarchical as Hierarchical
+from holdfast.routing.hierarchy import TwoLevelLinear as TwoLevelLinear
 from holdfast.routing.noise import GaussianNoise as GaussianNoise
 from holdfast.routing.noise import GumbelNoise as GumbelNoise
 from holdfast.routing.noise import UniformNoise as UniformNoise
@@ -70,6 +76,7 @@ from holdfast.routing.scores import Cosine as Cosine
 from holdfast.routing.scores import Frozen as Frozen
 from holdfast.routing.scores import Linear as Linear
 from holdfast.routing.scores import ModalityLinear as ModalityLinear
+from holdfast.routing.scores import TwoLayer as TwoLayer
 from holdfast.routing.selection import TopK as TopK
 from holdfast.routing.smoothing import SmoothTopK as SmoothTopK
 from holdfast.routing.state import StatefulPart as StatefulPart

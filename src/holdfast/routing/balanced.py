@@ -1,7 +1,7 @@
 """Selectors that balance the load of experts in training, by looking at all tokens of the batch.
 
     ExpertChoice      each expert takes its best tokens
-    Sinkhorn          top-k of logits plus a number for each expert, under which soft loads are equal
+    Sinkhorn          top-k of logits plus a number for each expert, under which soft loads are equal; or sparse rows
     BaseAssignment    the best assignment in which every expert has equally many tokens
 
 In training a token's experts depend on the other tokens of the batch, so these selectors are then neither causal nor
@@ -9,13 +9,15 @@ batch-invariant, and perplexities in training cannot be compared with those of o
 top-k, unless an option says otherwise. Padding takes no room: it is routed as in evaluation.
 
 **Several ranks.** `Sinkhorn` and `BaseAssignment` balance the tokens of all ranks, `ExpertChoice` those of each rank.
-`Sinkhorn` sums E numbers over ranks in each of its `ITERATIONS`; `BaseAssignment` gathers all scores on all ranks, and every
+`Sinkhorn` sums E numbers over ranks in each of its 50 steps; `BaseAssignment` gathers all scores on all ranks, and every
 rank runs the same auction.
 
-T tokens of a batch, E experts, s logits (after an informer, the logarithms of its gates), g gates
+T tokens of a batch, E experts, s logits, g gates
 """
 
 import math
+from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -24,27 +26,28 @@ from torch import Tensor
 
 from holdfast.checked import as_ratio
 from holdfast.errors import require_known
-from holdfast.kernels.select import TINY, top
-from holdfast.routing.assignment import assign_balanced
+from holdfast.kernels.select import top
 from holdfast.routing.declarations import (
     FLOAT,
     INTEGER,
     ActiveExperts,
     Conditions,
     Cost,
+    GateFunction,
     NoCertificate,
     keep_best,
     selection_bytes,
 )
-from holdfast.routing.parts import Selector, SelectorDeclarations, Traits, normalise
+from holdfast.routing.parts import NOT_BY_GATES, Selector, SelectorDeclarations, Traits, normalise
 from holdfast.routing.records import Context
 from holdfast.routing.rules import Scores, Selection, gather_slots
 from holdfast.routing.selection import check_k
-from holdfast.routing.state import StatefulPart, flag, is_set, several_ranks, sum_over_ranks
+from holdfast.routing.state import StatefulPart, flag, is_set
+from holdfast.routing.transport import ITERATIONS, assign_balanced, column_potentials, sparse_potentials, sparse_rows
 
 BATCH_WIDE = Traits(causal=False, batch_invariant=False, cacheable=False)
-ITERATIONS = 50  # of Sinkhorn, at most
-TOLERANCE = 1e-3  # relative error of the column sums at which they end
+BALANCES_ALL = "gives every expert its share of the batch"  # why these selectors refuse expert dropout
+DOUBLE = 8  # bytes
 MEMORY = 0.9  # weight of the old value in the running mean of the potentials
 
 
@@ -99,6 +102,7 @@ class ExpertChoice(Selector):
             active=lambda sizes: active,
             conditions=self._conditions,
             equal_loads=True,
+            refuses_dropout=BALANCES_ALL,
         )
 
     def _conditions(self, scores: Scores) -> Conditions:
@@ -113,24 +117,56 @@ class Sinkhorn(Selector, StatefulPart):
     """Select the k largest s_e + v_e; weights are the gates, or sigmoid(s) if k = 1 (Clark et al. 2022).
 
     v are the column potentials of entropic optimal transport: with P = softmax_e(s + v), every column of P sums to T / E,
-    up to a relative error of 1e-3 or `ITERATIONS` steps of v_e <- v_e + log(T / E) - log(sum_t P_te). They have no gradient.
-    With fewer than E tokens v = 0.
+    up to a relative error of 1e-3 or 50 steps (`holdfast.routing.transport`). They have no gradient. With fewer than E
+    tokens v = 0.
+
+    Beside an informer, softmax(s + v) is the base gate that it mixes (SymphonySMoE): an expert graph gives
+    g = softmax(s + v) A^T and counts the pairs of the k largest s + v. The k largest g are selected, and are the weights.
 
     bias        "none": v = 0 in evaluation; "running": v is a running mean of those of training, with factor 0.9, the first
                 batch sets it
+    sparsity    the largest number of experts in a row of the transport, at least 2: sparsity-constrained transport (Liu et
+                al. 2023, transposed: they limit the tokens of an expert, and this limits the experts of a token). The row
+                itself, the projection of its largest (s + v) / gamma onto the simplex, is then the base gate: a token uses
+                its k largest entries that are not 0, with these weights. Beside an informer, gates jump where a token
+                changes the experts of its row. None: entropic transport
+    gamma       with `sparsity`, the weight of |X|^2 / 2 in the transport: the larger, the more equal a row
     """
 
     training_traits = BATCH_WIDE
-    ragged = False
     running: Tensor  # (E,)
     seen: Tensor  # whether a batch has set `running`
 
-    def __init__(self, experts: int, k: int, *, bias: Literal["none", "running"] | None = "none") -> None:
+    def __init__(
+        self,
+        experts: int,
+        k: int,
+        *,
+        bias: Literal["none", "running"] | None = "none",
+        sparsity: int | None = None,
+        gamma: float = 1.0,
+    ) -> None:
         super().__init__()
         check_k(k, experts)
         bias = "none" if bias is None else bias
         require_known("bias", bias, ("none", "running"))
-        self.experts, self.k, self.has_bias = experts, k, bias == "running"
+        if sparsity is None and gamma != 1:
+            raise ValueError(f"gamma is {gamma}, but there is no sparsity; add sparsity={max(2, k)}.")
+        if not 0 < gamma < math.inf:
+            raise ValueError(f"gamma is {gamma}; it divides the logits and must be positive and finite.")
+        if sparsity is not None and not 2 <= sparsity <= experts:
+            raise ValueError(
+                f"sparsity is {sparsity}; it must be between 2 and the number of experts, {experts} (a row with one entry "
+                "has the gate 1, so that nothing would be learnt)."
+            )
+        self.experts, self.k, self.has_bias, self.sparsity = experts, k, bias == "running", sparsity
+        self.gamma, self.ragged = gamma, sparsity is not None
+        if sparsity is not None:
+            self.gate = GateFunction(
+                "sparse transport", partial(sparse_rows, sparsity=sparsity, gamma=gamma), continuous=False, shares=True
+            )
+            # For users; no state depends on it.
+            self.register_buffer("staged_violation", torch.zeros(()), persistent=False)
         if self.has_bias:
             self.register_buffer("running", torch.zeros(experts))
             self.register_buffer("seen", flag())
@@ -146,46 +182,84 @@ class Sinkhorn(Selector, StatefulPart):
             "seen": torch.where(enough, torch.ones_like(self.seen), self.seen),
         }
 
-    def forward(self, scores: Scores, tokens: Tensor, context: Context) -> Selection:
-        if self.sees_batch:
-            potentials, count = column_potentials(scores.logits.detach(), context.real_tokens(tokens))
-            if self.has_bias:
-                self.stage_in_background(lambda: {"potentials": potentials, "tokens": count})
-            ranks = scores.logits.detach() + potentials
+    def adjusted(self, logits: Tensor, tokens: Tensor, context: Context, informed: bool) -> Tensor:
+        return logits + self._potentials(logits, tokens, context) if informed or self.sparsity is not None else logits
+
+    def _potentials(self, logits: Tensor, tokens: Tensor, context: Context) -> Tensor | float:
+        """Return v: in training that of the batch, which is staged, else the running mean or 0."""
+        if not self.sees_batch:
+            return self.running if self.has_bias else 0.0
+        logits, real, staged = logits.detach(), context.real_tokens(tokens), {}
+        if self.sparsity is None:
+            potentials, count = column_potentials(logits, real)
         else:
-            ranks = self.ranks(scores)
+            potentials, count, staged["violation"] = sparse_potentials(logits, real, self.sparsity, self.gamma)
+        if self.has_bias:
+            staged |= {"potentials": potentials, "tokens": count}
+        if staged:
+            self.stage_in_background(lambda: staged)
+        return potentials
+
+    def forward(self, scores: Scores, tokens: Tensor, context: Context) -> Selection:
+        ranks = scores.key.detach()
+        if self._is_plain(scores):
+            ranks = ranks + self._potentials(scores.logits, tokens, context)
         chosen = torch.zeros_like(ranks, dtype=torch.bool).scatter(-1, top(ranks, self.k), True)
+        if self.sparsity is not None and not scores.informed:
+            chosen = chosen & (scores.gates > 0)
         return Selection.of_sets(chosen, self._amounts(scores), scores, self.k)
 
+    def _is_plain(self, scores: Scores) -> bool:
+        """Return whether v is still to be added to the logits; `adjusted` has done it otherwise."""
+        return self.sparsity is None and not scores.informed
+
     def _amounts(self, scores: Scores) -> Tensor:
-        return exact_sigmoid(scores.logits) if self.k == 1 else scores.gates
+        return exact_sigmoid(scores.logits) if self.k == 1 and self._is_plain(scores) else scores.gates
 
     def ranks(self, scores: Scores) -> Tensor:
-        return self._levels(scores) if self.has_bias else scores.key
+        return self._levels(scores) if self._is_plain(scores) else scores.key
 
     def _levels(self, scores: Scores) -> Tensor:
-        return scores.logits + self.running if self.has_bias else scores.logits
+        return scores.logits + self.running if self.has_bias and self._is_plain(scores) else scores.logits
 
     def held_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
-        return live.weights_if_same_set(experts, gather_slots(self._amounts(scores), experts))
+        amounts = self._amounts(scores)
+        if self.sparsity is not None and not scores.informed:  # the row in which the held experts are among the best
+            held = F.pad(torch.zeros_like(amounts, dtype=torch.bool), (0, 1)).scatter(-1, experts, True)[..., :-1]
+            amounts = sparse_rows(scores.logits, self.sparsity, self.gamma, held)
+        return live.weights_if_same_set(experts, gather_slots(amounts, experts))
 
     @property
     def declares(self) -> SelectorDeclarations:
         summed = INTEGER + ITERATIONS * FLOAT * self.experts
+        active = ActiveExperts(self.k, self.k, self.k)
+        if self.sparsity is not None:
+            summed = DOUBLE * (2 + ITERATIONS * self.experts)
+            active = replace(active, about="at most; a row of sparse transport may have fewer")
         return SelectorDeclarations(
             cost=lambda sizes: Cost("selection", kept=selection_bytes(self.k, sizes), summed=summed, summed_again=summed),
-            active=lambda sizes: ActiveExperts(self.k, self.k, self.k),
+            active=lambda sizes: active,
             conditions=self._conditions,
             levels=self._levels,
-            snapshot=lambda: {"potentials": self.running} if self.has_bias else {},
+            snapshot=self._snapshot,
+            refuses_dropout=BALANCES_ALL,
         )
 
+    def _snapshot(self) -> dict[str, Tensor]:
+        """Return the running potentials, and the violation of the column sums of the last batch's sparse transport."""
+        found = {"potentials": self.running} if self.has_bias else {}
+        return found if self.sparsity is None else {**found, "violation": self.get_buffer("staged_violation").clone()}
+
     def _conditions(self, scores: Scores) -> Conditions:
+        if self.sparsity is not None:
+            raise NoCertificate(
+                "no certificate is known for Sinkhorn(sparsity=...): its gates are projections onto a simplex"
+            )
         if not self.has_bias:
             return keep_best(scores.key, self.k, scores.compares)
         if scores.informed:
             raise NoCertificate(
-                "no certificate is known for Sinkhorn(bias='running') after an informer: it adds to log gates"
+                "no certificate is known for Sinkhorn(bias='running') beside an informer: it adds to the logits before that"
             )
         return keep_best(self._levels(scores), self.k, "logits", bias=self.running)
 
@@ -195,7 +269,7 @@ class BaseAssignment(Selector):
 
     Weights are sigmoid(s) (BASE layers, Lewis et al. 2021). No expert gets more tokens than that, so loads are equal if E
     divides T k. The sum is within (T k + E) eps of the largest, in each group of at most 2,048 tokens; eps is 2^-12 of the
-    range of s, 2^-8 for more than 256 tokens (`holdfast.routing.assignment`). In evaluation each token takes its k best
+    range of s, 2^-8 for more than 256 tokens (`holdfast.routing.transport`). In evaluation each token takes its k best
     experts. It compares the scores of different tokens, which gates do not keep, so it takes no informer.
     """
 
@@ -226,33 +300,9 @@ class BaseAssignment(Selector):
             cost=lambda sizes: Cost("selection", kept=selection_bytes(self.k, sizes), gathered=FLOAT * self.experts),
             active=lambda sizes: ActiveExperts(self.k, self.k, self.k),
             conditions=lambda scores: keep_best(scores.key, self.k, scores.compares),
-            takes_informers=False,
+            refuses_informers=NOT_BY_GATES,
+            refuses_dropout=BALANCES_ALL,
         )
-
-
-@torch.no_grad()
-def column_potentials(logits: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
-    """Return v (E,), with mean 0, for the real tokens of all ranks, and their number; see `Sinkhorn`.
-
-    logits  (B,N,E), of this rank
-    real    (B,N) bool
-    """
-    experts = logits.shape[-1]
-    count = sum_over_ranks(real.sum())
-    target = count / experts
-    rows, mine = logits.flatten(0, 1), real.flatten().unsqueeze(1)
-    potentials, ended = logits.new_zeros(experts), torch.zeros((), dtype=torch.bool, device=logits.device)
-    # Without synchronising, the host cannot know when to stop. On a CPU of one process it may look.
-    may_stop = logits.device.type == "cpu" and not torch.compiler.is_compiling() and not several_ranks()
-    for _ in range(ITERATIONS):
-        columns = sum_over_ranks(torch.softmax(rows + potentials, dim=-1).where(mine, 0.0).sum(0))
-        ended = ended | ((columns - target).abs().amax() <= TOLERANCE * target)
-        if may_stop and bool(ended):
-            break
-        change = target.clamp_min(TINY).log() - columns.clamp_min(TINY).log()
-        potentials = torch.where(ended, potentials, potentials + change)
-    potentials = potentials - potentials.mean()
-    return potentials.where(count >= experts, 0.0), count
 
 
 def exact_sigmoid(logits: Tensor) -> Tensor:
@@ -260,7 +310,11 @@ def exact_sigmoid(logits: Tensor) -> Tensor:
     return F.logsigmoid(logits).exp()
 
 
-def places_of_each(slots: Tensor, ratio: tuple[int, int], experts: int) -> Tensor:
-    """Return ceil(ratio * slots / E) in whole numbers. `slots` is an integer on the device."""
+def places_of_each(slots: Tensor, ratio: tuple[int, int] | tuple[Tensor, ...], experts: int) -> Tensor:
+    """Return ceil(ratio * slots / E) in whole numbers, (E,) if experts have ratios of their own.
+
+    slots   an integer on the device
+    ratio   numerator and denominator, or those of each expert (E,)
+    """
     numerator, denominator = ratio
     return -(-slots * numerator // (experts * denominator))

@@ -15,6 +15,8 @@ from holdfast.errors import require_known
 
 Norm = Literal["l2", "linf"]
 NORMS: tuple[Norm, ...] = get_args(Norm)
+TINY = torch.finfo(torch.float64).tiny
+SQUARINGS = 40  # of a matrix: smaller eigenvalues count for less than 10^-12 of the largest
 ABOVE = 1 + 1e-9  # a factor for every upper bound: float64 rounds too
 
 
@@ -35,7 +37,7 @@ def dual(rows: Tensor, norm: Norm) -> Tensor:
 def dual_scaled(rows: Tensor, scales: Tensor, norm: Norm) -> Tensor:
     """Return (U,n): dual(rows * scales) for `rows (n,d)` and positive `scales (U,d)`, without a tensor (U,n,d)."""
     if norm == "l2":
-        return (scales.square() @ rows.square().t()).sqrt()
+        return safe_sqrt(scales.square() @ rows.square().t())
     return scales @ rows.abs().t()
 
 
@@ -44,13 +46,38 @@ def spans(weight: Tensor, scales: Tensor, norm: Norm) -> Tensor:
     return torch.stack([dual_scaled(weight - row, scales, norm) for row in weight], dim=1)
 
 
-def stretch(matrix: Tensor, norm: Norm) -> float:
-    """Return an upper bound of |M dx|_2 for |dx| = 1: the operator norm, or for l_inf the least of three upper bounds."""
-    spectral = float(torch.linalg.matrix_norm(matrix, ord=2))
+def safe_sqrt(values: Tensor) -> Tensor:
+    """Return the square root, with the gradient 0 instead of infinity at 0."""
+    positive = values > 0
+    return values.where(positive, 1.0).sqrt().where(positive, 0.0)
+
+
+def spectral_norm(matrix: Tensor) -> Tensor:
+    """Return the largest singular value (...) of `matrix (...,n,m)`, without a decomposition, for which a GPU waits.
+
+    With G = M M^T, G^(2^40) over its trace is the projection P onto the eigenvectors of the largest eigenvalue tr(P G). The
+    gradient through P is 0, because P maximises the trace.
+    """
+    gram = matrix @ matrix.mT if matrix.shape[-2] <= matrix.shape[-1] else matrix.mT @ matrix
+    with torch.no_grad():
+        power = gram
+        for _ in range(SQUARINGS):
+            power = power / power.flatten(-2).norm(dim=-1)[..., None, None].clamp_min(TINY)
+            power = power @ power
+        trace = power.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None].clamp_min(TINY)
+    return safe_sqrt((power / trace * gram).sum((-2, -1)))
+
+
+def stretch(matrix: Tensor, norm: Norm) -> Tensor:
+    """Return an upper bound of |M dx|_2 for |dx| = 1: the operator norm, or for l_inf the least of three upper bounds.
+
+    The matrix may have leading dimensions (...), which the result has too.
+    """
+    spectral = spectral_norm(matrix)
     if norm == "l2":
         return spectral * ABOVE
-    by_rows, by_columns = float(dual(matrix, norm).norm()), float(matrix.norm(dim=0).sum())
-    return min(spectral * math.sqrt(matrix.shape[1]), by_rows, by_columns) * ABOVE
+    by_rows, by_columns = dual(matrix, norm).norm(dim=-1), matrix.norm(dim=-2).sum(-1)
+    return (spectral * math.sqrt(matrix.shape[-1])).minimum(by_rows).minimum(by_columns) * ABOVE
 
 
 def unit(dtype: torch.dtype) -> float:
@@ -82,8 +109,8 @@ class DotProductChange:
     longest: Tensor  # (T,) largest dual norm of v in the sequence
     sizes: Tensor  # (T,) norm of |R| |x|, at least that of u, for rounding
     largest: Tensor  # (T,) largest norm of |Q| |x| in the sequence
-    query_speed: float  # largest change of u for a change of x by 1
-    key_speed: float  # largest change of v
+    query_speed: Tensor  # largest change of u for a change of x by 1
+    key_speed: Tensor  # largest change of v
     width: float  # the factor of r^2
     terms: int  # number of terms of the rounded sums
     tau: float
@@ -98,7 +125,7 @@ class DotProductChange:
         """
         width = rows.shape[1]
         if reduce is None:
-            of_query = of_key = (dual(rows, norm), dual(rows, norm), 1.0)
+            of_query = of_key = (dual(rows, norm), dual(rows, norm), rows.new_ones(()))
             squared, terms = 1.0 if norm == "l2" else float(width), width + 8
         else:
             of_query, of_key = (

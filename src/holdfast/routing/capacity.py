@@ -1,6 +1,7 @@
 """Capacity: a limit for the number of tokens of each expert, around any selector.
 
-    C = ceil(factor * slots / E), with slots the number of experts that the wrapped selector chose for all real tokens
+    C = ceil(factor * slots / E), with slots the number of experts that the wrapped selector chose for all real tokens; an
+    expert may have a factor of its own
 
 What a token asked for is in `Routing.requested`, how many experts it lost in `Routing.dropped`. Losses of the load count the
 former: the limit would hide overload from them. The limit holds in training and in evaluation. A token's experts depend on
@@ -10,7 +11,7 @@ the other tokens of the batch, also on later ones, so a causal model cannot gene
 batches does. Each rank sends the gates and the preferences of its tokens to all others, (2 E + 1) numbers per token, and the
 host waits for the device. In evaluation, where ranks may run different numbers of forwards, each rank limits its own tokens.
 
-T tokens, E experts, K slots per token, C places per expert
+T tokens, E experts, K slots per token, C places per expert, the same for all or (E,)
 """
 
 import math
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from holdfast.checked import as_ratio
 from holdfast.errors import require_known
-from holdfast.kernels.operators import EVERYWHERE, operator
+from holdfast.kernels.operators import operator
 from holdfast.kernels.select import ordered_keys, top
 from holdfast.routing.balanced import BATCH_WIDE, places_of_each
 from holdfast.routing.declarations import FLOAT, ActiveExperts, Conditions, Cost, LayerSizes, NoCertificate
@@ -44,37 +45,52 @@ LOWEST = torch.iinfo(torch.int64).min
 class Capacity(Selector):
     """Limit the wrapped selector `base` to C tokens per expert.
 
-    factor      C over the mean number of tokens of an expert
-    policy      what a token does that an expert has no place for. "drop": it goes without (Switch, GShard). "next": in
-                rounds, it asks its next best expert that has a place left; no token loses the place that it has. "reroute":
-                it asks its next best expert, and a better token takes the place of a worse one, which asks further (deferred
-                acceptance). What finds no place is dropped. An expert whose gate is 0 is never asked
-    order       which tokens an expert prefers. "gate": those with the largest gates. "position": first choices before second
-                choices, and then in the order of the batch, as in Switch. Of equal tokens the earlier one comes first
+    factor          C over the mean number of tokens of an expert; one number, or one for each expert, in brackets as
+                    1:0.5:2
+    eval_factor     the factor of all experts in evaluation, if it is another one (V-MoE: 1.05 in training, 4 in evaluation)
+    policy          what a token does that an expert has no place for. "drop": it goes without (Switch, GShard). "next": in
+                    rounds, it asks its next best expert that has a place left; no token loses the place that it has.
+                    "reroute": it asks its next best expert, and a better token takes the place of a worse one, which asks
+                    further (deferred acceptance). What finds no place is dropped. An expert whose gate is 0 is never asked
+    order           which tokens an expert prefers. "gate": those with the largest gates. "position": first choices before
+                    second choices, and then in the order of the batch, as in Switch. Of equal tokens the earlier one comes
+                    first
 
     Weights are those of the wrapped selector for the experts that are left: renormalised if its rule does that. Tokens that
     keep their experts keep their weights exactly. Padding takes no places and keeps its experts. With `policy="next"` or
     "reroute", the host reads on a GPU whether the rounds have ended, once in `ROUNDS_PER_CHECK` rounds.
     """
 
+    ratios: Tensor | None  # (2,E): numerators and denominators of the factors, if every expert has its own
+
     def __init__(
         self,
         base: Selector,
         experts: int,
         *,
-        factor: float = 1.25,
+        factor: float | list[float] = 1.25,
+        eval_factor: float | None = None,
         policy: Policy = "drop",
         order: Order = "gate",
     ) -> None:
         super().__init__()
-        if not 0 < factor < math.inf:
-            raise ValueError(f"factor is {factor}; the capacity of an expert must be positive and finite.")
+        factors = factor if isinstance(factor, list) else [factor]
+        for given in (*factors, *(() if eval_factor is None else (eval_factor,))):
+            if not 0 < given < math.inf:
+                raise ValueError(f"a factor is {given}; the capacity of an expert must be positive and finite.")
+        if isinstance(factor, list) and len(factor) != experts:
+            raise ValueError(f"factor has {len(factor)} numbers; give one number, or one for each of the {experts} experts.")
         require_known("policy", policy, POLICIES)
         require_known("order", order, ORDERS)
         if (reason := base.declares.not_limited) is not None:
             raise ValueError(f"a capacity cannot limit {type(base).__name__}: {reason}; remove one of them.")
         self.base, self.experts, self.factor, self.policy, self.order = base, experts, factor, policy, order
-        self.ratio = as_ratio(factor)
+        self.factors, self.eval_factor = factors, eval_factor
+        # On the device from the start: a GPU that replays a graph cannot copy from the host.
+        ratios = torch.tensor([as_ratio(each) for each in factors]).t().contiguous() if isinstance(factor, list) else None
+        self.register_buffer("ratios", ratios)
+        self.ratio = as_ratio(factors[0])  # of all experts, if there are no `ratios`; torch 2.11 cannot compile the function
+        self.eval_ratio = None if eval_factor is None else as_ratio(eval_factor)
         self.traits = BATCH_WIDE & base.traits
         self.gate = base.gate
 
@@ -88,6 +104,9 @@ class Capacity(Selector):
 
     def ranks(self, scores: Scores) -> Tensor:
         return self.base.ranks(scores)
+
+    def adjusted(self, logits: Tensor, tokens: Tensor, context: Context, informed: bool) -> Tensor:
+        return self.base.adjusted(logits, tokens, context, informed)
 
     def with_noise(self, noise: Noise, scores: Scores, tokens: Tensor) -> Scores:
         return self.base.with_noise(noise, scores, tokens)
@@ -151,12 +170,15 @@ class Capacity(Selector):
         rows = [each.flatten(0, 1) for each in (gates, preferences, requested)]
         over_ranks = self.sees_batch and several_ranks()
         by_position = self.order == "position"
+        ratio, factors = self.ratio if self.ratios is None else self.ratios.unbind(), self.factors
+        if not self.training and self.eval_factor is not None and self.eval_ratio is not None:
+            ratio, factors = self.eval_ratio, [self.eval_factor]
         if self.policy == "drop" and not over_ranks:  # in plain operations, without reading a number on the host
             wanted = rows[2] & real.flatten().unsqueeze(1)
-            places = places_of_each(wanted.sum(), self.ratio, self.experts)
+            places = places_of_each(wanted.sum(), ratio, self.experts)
             kept = _keep_best(wanted, _priorities(rows[0], rows[1], by_position), places)
         else:
-            kept = _assign(*rows, real.flatten(), self.factor, POLICIES.index(self.policy), by_position, over_ranks)
+            kept = _assign(*rows, real.flatten(), factors, POLICIES.index(self.policy), by_position, over_ranks)
         return kept.view(requested.shape).where(real.unsqueeze(-1), requested)
 
     def _weigh(self, scores: Scores, live: Selection, chosen: Tensor) -> tuple[Tensor, Tensor]:
@@ -208,7 +230,7 @@ def _limit_rows(
     preferences: Tensor,
     requested: Tensor,
     real: Tensor,
-    factor: float,
+    factors: list[float],
     policy: int,
     by_position: bool,
     over_ranks: bool,
@@ -218,7 +240,9 @@ def _limit_rows(
     rows, mine = gather_over_ranks(rows) if over_ranks else (rows, slice(None))
     gates, preferences, wanted = rows.split([gates.shape[1], gates.shape[1], 1], dim=1)
     preferences, wanted = preferences.long(), wanted.long()
-    places = places_of_each(wanted.sum(), as_ratio(factor), gates.shape[1])
+    ratios = [as_ratio(factor) for factor in factors]
+    ratio = ratios[0] if len(ratios) == 1 else torch.tensor(ratios, device=rows.device).unbind(1)
+    places = places_of_each(wanted.sum(), ratio, gates.shape[1])
     priorities = _priorities(gates, preferences, by_position)
     if POLICIES[policy] == "drop":
         limited = _keep_best(preferences < wanted, priorities, places)
@@ -265,9 +289,8 @@ def _rounds_per_check(held: Tensor) -> int:
 
 
 _assign = operator(
-    "limit_experts(Tensor gates, Tensor preferences, Tensor requested, Tensor real, float factor, int policy, "
+    "limit_experts(Tensor gates, Tensor preferences, Tensor requested, Tensor real, float[] factors, int policy, "
     "bool by_position, bool over_ranks) -> Tensor",
     _limit_rows,
     lambda gates, preferences, requested, *_: torch.empty_like(requested),
-    devices=EVERYWHERE,
 )

@@ -176,11 +176,11 @@ class Clustered(Score, StatefulPart):
         projected = clusters.clustered_linear(rows, matrix, groups, scales)
         return projected.view(*tokens.shape[:-1], matrix.shape[0])
 
-    def features(self, tokens: Tensor, context: Context) -> tuple[Tensor, Tensor] | None:
+    def features(self, tokens: Tensor, context: Context, *, stage: bool = True) -> tuple[Tensor, Tensor] | None:
         """Return mixture (T,C) and scales (C,d): the features of each token are multiplied by their product.
 
         A token whose row in the mixture is 0 is unchanged; None means that all tokens are. In training this stages the
-        spreads of the batch.
+        spreads of the batch, unless `stage=False`.
         """
         previous = context.previous
         if previous is None or self.is_skipped:
@@ -189,7 +189,7 @@ class Clustered(Score, StatefulPart):
         members = naive.members(previous.routing.experts[:, 0], self.clusters)
         real = context.checked_mask(tokens)
         real = None if real is None else real.flatten()
-        spreads = None if self.is_random else self._spreads(lambda: self._deviations(previous, members, real))
+        spreads = None if self.is_random else self._spreads(lambda: self._deviations(previous, members, real), stage)
         return self._mixture(previous, members, context), self._feature_scales(spreads)
 
     def _feature_scales(self, spreads: Tensor | None) -> Tensor:
@@ -201,7 +201,7 @@ class Clustered(Score, StatefulPart):
     def _order(self, tokens: Tensor, context: Context) -> Order | None:
         """Return the order of the base on scaled features: a perturbation of a token does not change its cluster."""
         assert self.base.declares.order is not None
-        order, features = self.base.declares.order(tokens, context), self.features(tokens, context)
+        order, features = self.base.declares.order(tokens, context), self.features(tokens, context, stage=False)
         return order if order is None or features is None else replace(order, scales=Scales(*features))
 
     def _deviations(self, previous: Previous, groups: clusters.Groups, real: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -220,13 +220,13 @@ class Clustered(Score, StatefulPart):
         """Return the sum over ranks in training; None in evaluation, where ranks may run different numbers of forwards."""
         return sum_over_ranks if self.training and several_ranks() else None
 
-    def _spreads(self, of_batch: Callable[[], tuple[Tensor, Tensor]]) -> Tensor:
+    def _spreads(self, of_batch: Callable[[], tuple[Tensor, Tensor]], stage: bool = True) -> Tensor:
         """Return the spreads for this forward; in training, stage the batch's sums of deviations and counts."""
         wait_for_side_stream(self.spreads)
         if self.stats == "batch":
             deviations, counts = of_batch()
             return (deviations / counts.clamp_min(1).unsqueeze(1)).where(counts.unsqueeze(1) > 0, 1.0)
-        if self.training:
+        if self.training and stage:
             self.stage_in_background(lambda: dict(zip(("deviations", "counts"), of_batch(), strict=True)))
         return self.spreads
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 Compared = Literal["logits", "gates"]
+DIVISION = 4  # roundings of a logit that is divided by a temperature: a GPU multiplies with the rounded inverse
 HIGHEST_OF_GROUP = 2  # the value of a group of experts is the sum of its two largest keys (DeepSeek-V3)
 # How a layer runs its experts: each on the tokens that selected it (MoE), on slots that are mixtures of tokens (SoftMoE), or
 # merged into one expert for each sequence (SMEAR).
@@ -41,6 +42,8 @@ class GateFunction:
 
     name: str
     function: Callable[[Tensor], Tensor]
+    continuous: bool = True
+    shares: bool = False  # an expert with a gate of 0 gets a positive one if those with positive gates are taken out
 
     def __call__(self, logits: Tensor) -> Tensor:
         return self.function(logits)
@@ -56,7 +59,7 @@ RELU = GateFunction("relu", torch.relu)
 class Cosines:
     """logits = cosine(z, combine) / temperature."""
 
-    temperature: float
+    temperature: Tensor | float
     shortest: float  # a shorter z is divided by this number instead of by its length
 
 
@@ -89,11 +92,14 @@ class Order:
     scales      m, the factors of each token's features; None is 1
     shifted     False: keys have the sign of the logits. True: the logits are the keys plus a number that is the same for
                 all experts of a token, which changes neither a top-k nor a softmax
-    rounding    a bound of the float32 rounding error of a key, besides the product and the bias: from the l2 lengths of
-                tokens (T,1) to errors (T,1) or (T,E), increasing
+    rounding    a bound of the float32 rounding error of a key, from the l2 lengths of tokens (T,1) to errors (T,1) or (T,E),
+                increasing. The errors of one product with `matrix` and of adding `bias` are counted already, and None is
+                right for a score that computes just these. For another formula, bound the error of its whole logit: what
+                is counted twice only makes radii smaller. In gamma(n), n is how many terms are added up and roundings follow
     block       (T,): which block of columns of the matrix (n, blocks * d) a token is multiplied with; None: there is one.
                 It excludes `scales` and `combine`
     values      how logits follow from the keys, for certificates that need more than their order; None: unknown
+    temperature the router divides the keys by it, which changes neither their order nor their sign
     """
 
     matrix: Tensor
@@ -105,6 +111,18 @@ class Order:
     rounding: Callable[[Tensor], Tensor] | None = None
     block: Tensor | None = None
     values: Values | None = None
+    temperature: float = 1.0
+
+    def divided_by(self, temperature: float) -> "Order":
+        """Return the order of the logits divided by `temperature`, and by that of cosines if there are any."""
+        if temperature == 1:
+            return self
+        if self.combine is None:
+            return replace(self, temperature=self.temperature * temperature)
+        values = self.values
+        if values is not None and values.cosines is not None:
+            values = Values(replace(values.cosines, temperature=values.cosines.temperature * temperature))
+        return replace(self, values=values, roundings=self.roundings + DIVISION)
 
 
 @final
@@ -131,12 +149,23 @@ class Conditions:
     All conditions of way 0 must be true. The ways 2a - 1 and 2a are alternatives: all conditions of one of the two must be
     true. A key is a logit or a gate (after informers, an informed gate) plus `bias`; the key of index E is `threshold`. Ties
     go to the lower index, and a threshold must be exceeded. `keep_best` and the functions after it build the usual ones.
+
+    ahead, behind   (T,M,h) int64: h indices from 0 to E on each side. Tokens are in the order of `scores.key.flatten(0, 1)`.
+                    A side with fewer than h experts is filled up with E, and each E adds `threshold`
+    valid           (T,M) bool: False where a token has fewer than M conditions; such a condition is not read
+    way             (T,M) int64; None: all are of way 0
+    chosen          (T,E) bool: the selected set
+    bias            (E,) or None
+
+    So the sum of n gates can be kept above n times `threshold`, but not above a number that is the same for sets of all
+    sizes. There is no other constant: a margin between two keys cannot be expressed. Sums have certificates if they are of
+    softmax or sigmoid gates and no token-side informer mixes these.
     """
 
     ahead: Tensor  # (T,M,h)
     behind: Tensor  # (T,M,h)
     valid: Tensor  # (T,M) bool: False where a token has fewer conditions than others
-    way: Tensor  # (T,M)
+    way: Tensor | None  # (T,M)
     chosen: Tensor  # (T,E) bool: the selected set
     compares: Compared = "logits"
     threshold: float = 0.0
@@ -156,11 +185,17 @@ class Conditions:
         index = which.unsqueeze(-1).expand(-1, -1, self.ahead.shape[-1])
         return self.ahead.gather(1, index), self.behind.gather(1, index)
 
+    def at(self, which: Tensor) -> "Conditions":
+        """Return the condition `which (T,)` of each token alone."""
+        which = which.unsqueeze(1)
+        ahead, behind = self.sides(which)
+        return replace(self, ahead=ahead, behind=behind, valid=self.valid.gather(1, which), way=None)
+
     def required_radii(self, radii: Tensor) -> Tensor:
         """Return `radii (T,M)`, with infinity for those that are not needed: of the alternative that fails first."""
         radii = radii.nan_to_num(nan=0.0, posinf=torch.inf).where(self.valid, torch.inf)
-        alternatives = int(self.way.max() + 1) // 2 if self.way.numel() else 0
-        if alternatives:
+        if self.way is not None and self.way.numel():
+            alternatives = int(self.way.max() + 1) // 2
             best = radii.new_full((len(radii), 2 * alternatives + 1), torch.inf).scatter_reduce(1, self.way, radii, "amin")
             first_worse = best[:, 1::2] < best[:, 2::2]
             dropped = torch.stack([first_worse, ~first_worse], dim=2).flatten(1)
@@ -177,7 +212,8 @@ class Conditions:
 
 def keep_best(keys: Tensor, k: int, compares: Compared, bias: Tensor | None = None) -> Conditions:
     """Return conditions that the k largest keys stay larger than all others. The keys include `bias (E,)`."""
-    return replace(swap_conditions(best(_rows(keys), k)), compares=compares, bias=bias)
+    keys = _rows(keys)
+    return replace(swap_conditions(best(keys, k), count=min(k, keys.shape[1])), compares=compares, bias=bias)
 
 
 def keep_above(keys: Tensor, threshold: float, compares: Compared, at_least_one: bool = False) -> Conditions:
@@ -192,7 +228,7 @@ def keep_above(keys: Tensor, threshold: float, compares: Compared, at_least_one:
     chosen = (keys > threshold) | first
     # The best expert stays selected while it is above the threshold (way 1) or while it is the best (way 2).
     both = joined_conditions(
-        as_alternative(threshold_conditions(chosen), first.long()), as_alternative(swap_conditions(first), 2)
+        as_alternative(threshold_conditions(chosen), first.long()), as_alternative(swap_conditions(first, count=1), 2)
     )
     return replace(both, compares=compares, threshold=threshold)
 
@@ -216,7 +252,7 @@ def keep_best_in_groups(
 def keep_always(keys: Tensor) -> Conditions:
     """Return no conditions, for a set that does not depend on the keys. `chosen` is empty."""
     nothing = torch.zeros_like(_rows(keys), dtype=torch.bool)
-    return swap_conditions(nothing)
+    return swap_conditions(nothing, count=0)
 
 
 def best(keys: Tensor, k: int) -> Tensor:
@@ -225,15 +261,19 @@ def best(keys: Tensor, k: int) -> Tensor:
     return torch.zeros_like(keys, dtype=torch.bool).scatter(1, order, True)
 
 
-def swap_conditions(chosen: Tensor, allowed: Tensor | None = None) -> Conditions:
-    """Return conditions that every chosen expert is ahead of every other expert, or of those in `allowed (T,E)`."""
+def swap_conditions(chosen: Tensor, allowed: Tensor | None = None, *, count: int | None = None) -> Conditions:
+    """Return conditions that every chosen expert is ahead of every other expert, or of those in `allowed (T,E)`.
+
+    count   how many experts are chosen for every token; None: the largest number in `chosen`, for which the host waits
+    """
     tokens, experts = chosen.shape
     others = ~chosen if allowed is None else allowed & ~chosen
-    inside, outside = _members(chosen), _members(others)
+    inside = _members(chosen, count)
+    outside = _members(others, experts - count if count is not None and allowed is None else None)
     ahead = inside.unsqueeze(2).expand(-1, -1, outside.shape[1]).reshape(tokens, -1, 1)
     behind = outside.unsqueeze(1).expand(-1, inside.shape[1], -1).reshape(tokens, -1, 1)
     valid = (ahead < experts).squeeze(-1) & (behind < experts).squeeze(-1)
-    return Conditions(ahead, behind, valid, torch.zeros_like(valid, dtype=torch.int64), chosen)
+    return Conditions(ahead, behind, valid, None, chosen)
 
 
 def threshold_conditions(chosen: Tensor) -> Conditions:
@@ -242,12 +282,12 @@ def threshold_conditions(chosen: Tensor) -> Conditions:
     threshold = torch.full_like(each, chosen.shape[1])
     ahead, behind = each.where(chosen, threshold), threshold.where(chosen, each)
     valid = torch.ones_like(chosen)
-    return Conditions(ahead.unsqueeze(-1), behind.unsqueeze(-1), valid, torch.zeros_like(each), chosen)
+    return Conditions(ahead.unsqueeze(-1), behind.unsqueeze(-1), valid, None, chosen)
 
 
 def as_alternative(conditions: Conditions, way: Tensor | int) -> Conditions:
     """Return the conditions with another `way (T,M)`: 0, or one of two alternatives."""
-    return replace(conditions, way=torch.zeros_like(conditions.way) + way)
+    return replace(conditions, way=_ways(conditions) + way)
 
 
 def joined_conditions(first: Conditions, second: Conditions) -> Conditions:
@@ -260,8 +300,12 @@ def joined_conditions(first: Conditions, second: Conditions) -> Conditions:
     ]
     ahead, behind = (torch.cat([side[number] for side in sides], dim=1) for number in (0, 1))
     valid = torch.cat([each.valid for each in both], dim=1)
-    way = torch.cat([each.way for each in both], dim=1)
+    way = None if first.way is None and second.way is None else torch.cat([_ways(each) for each in both], dim=1)
     return replace(first, ahead=ahead, behind=behind, valid=valid, way=way)
+
+
+def _ways(conditions: Conditions) -> Tensor:
+    return torch.zeros_like(conditions.valid, dtype=torch.int64) if conditions.way is None else conditions.way
 
 
 def best_groups(keys: Tensor, groups: int, kept: int) -> Tensor:
@@ -305,12 +349,13 @@ def _comparisons(keys: Tensor, kept: Tensor, chosen: Tensor) -> Conditions:
     shape = (tokens, inside.shape[1], outside.shape[1], len(teams), each)
     ahead, behind = winners[:, :, None, None].expand(shape).flatten(1, 3), rivals.unsqueeze(1).expand(shape).flatten(1, 3)
     valid = torch.ones_like(ahead[..., 0], dtype=torch.bool)
-    return Conditions(ahead, behind, valid, torch.zeros_like(ahead[..., 0]), chosen)
+    return Conditions(ahead, behind, valid, None, chosen)
 
 
-def _members(member: Tensor) -> Tensor:
-    """Return (T,n): the indices of the members of each row, filled up with the number of columns."""
-    count = int(member.sum(1).max()) if member.numel() else 0
+def _members(member: Tensor, count: int | None = None) -> Tensor:
+    """Return (T,n): the indices of the members of each row, filled up with the number of columns; n is `count`."""
+    if count is None:
+        count = int(member.sum(1).max()) if member.numel() else 0
     indices = torch.arange(member.shape[1], device=member.device).expand_as(member)
     return indices.where(member, member.shape[1]).sort(dim=1).values[:, :count]
 
@@ -365,7 +410,8 @@ class Cost:
     summed_again    of these bytes, those that a recomputation sums again
     gathered        bytes that each rank sends to all others in a training forward and a recomputation
 
-    The conformance suite counts `cached`, `summed` and `gathered`, and compares `kept` with what autograd saves.
+    The conformance suite counts `cached`, `summed` and `gathered`. It compares `kept` loosely, as a sum over the router's
+    parts in float32: it may be up to 4 times what autograd saves, or a quarter of it, give or take 16 bytes an expert.
     """
 
     part: str

@@ -102,14 +102,6 @@ class ExpertGraph(Informer, StatefulPart):
         )
 
 
-def _row(together: Tensor) -> Tensor:
-    return together / together.sum(1, keepdim=True).clamp_min(TINY)
-
-
-def _conditional(together: Tensor) -> Tensor:
-    return together / together.diagonal().clamp_min(TINY)
-
-
 def _sinkhorn(together: Tensor) -> Tensor:
     """Return D C D with row and column sums of 1, by the symmetric iteration x <- sqrt(x / C x); C_jj = 1 if j is unused."""
     counts = together.double() + torch.diag((together.diagonal() == 0).double())
@@ -120,7 +112,11 @@ def _sinkhorn(together: Tensor) -> Tensor:
     return (scale.unsqueeze(1) * counts * scale).float()
 
 
-NORMALISED: dict[str, Callable[[Tensor], Tensor]] = {"row": _row, "conditional": _conditional, "sinkhorn": _sinkhorn}
+NORMALISED: dict[str, Callable[[Tensor], Tensor]] = {
+    "row": lambda together: together / together.sum(1, keepdim=True).clamp_min(TINY),
+    "conditional": lambda together: together / together.diagonal().clamp_min(TINY),
+    "sinkhorn": _sinkhorn,
+}
 
 INITIAL: dict[str, Callable[[int], Tensor]] = {
     "zero": lambda experts: torch.zeros(experts, experts),

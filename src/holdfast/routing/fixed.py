@@ -19,13 +19,14 @@ from torch import Tensor, nn
 from holdfast.kernels.fp32_linear import linear_float32
 from holdfast.kernels.select import top
 from holdfast.routing.declarations import FLOAT, SIGMOID, ActiveExperts, Cost, selection_bytes
-from holdfast.routing.parts import Score, ScoreDeclarations, Selector, SelectorDeclarations
+from holdfast.routing.parts import NOT_BY_GATES, Score, ScoreDeclarations, Selector, SelectorDeclarations
 from holdfast.routing.records import Context
 from holdfast.routing.rules import Scores, Selection, gather_slots
 from holdfast.routing.selection import by_weight, check_k
 from holdfast.routing.state import flag, is_set, mean_over_ranks, several_ranks
 
 NOT_CHOSEN = -104.0  # the logit of an expert that is not in a token's row of the table: its softmax is 0 in float32
+BY_TOKEN_ID = "chooses experts by token id, and none is next best"  # why these selectors refuse expert dropout
 SEED_STEP = 1_000_003  # a prime: other layers and seeds give other tables
 
 
@@ -150,8 +151,9 @@ class EqualWeights(Selector):
         return SelectorDeclarations(
             cost=lambda sizes: Cost("selection", kept=selection_bytes(self.k, sizes)),
             active=lambda sizes: ActiveExperts(self.k, self.k, self.k),
-            takes_informers=False,
+            refuses_informers=NOT_BY_GATES,
             takes_noise=False,
+            refuses_dropout=BY_TOKEN_ID,
         )
 
 
@@ -257,7 +259,8 @@ class Distilled(Selector):
             active=lambda sizes: ActiveExperts(self.k, self.k, self.k),
             snapshot=lambda: {"frozen": self.frozen},
             fixed_sets=True,
-            takes_informers=False,
+            refuses_informers=NOT_BY_GATES,
+            refuses_dropout=BY_TOKEN_ID,
         )
 
 

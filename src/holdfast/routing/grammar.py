@@ -9,7 +9,9 @@ from typing import Any
 
 # The grammar of router names.
 _NAME = re.compile(r"(?P<name>[^\[\]]+)(\[(?P<options>[^\[\]]*)\])?")  # a name, and its options in brackets
-_COMMA = re.compile(r",(?![^\[]*\])(?!\s*\d+\s*(?:[,|]|$))")  # a comma outside brackets, not before another index of a layer
+# A comma outside brackets and braces, not before another index of a layer.
+_COMMA = re.compile(r",(?![^\[]*\])(?![^{]*\})(?!\s*\d+\s*(?:[,|{]|$))")
+_BRACES = re.compile(r"\{(?![^\[]*\]).*", re.DOTALL)  # from an opening brace outside brackets on
 NAMES_LAYERS = re.compile(r"[@|](?![^\[]*\])")  # outside brackets
 _PLUS = re.compile(r"\+(?![^\[]*\])")  # a plus sign outside brackets
 _INTEGER = re.compile(r"[-+]?\d+")
@@ -26,9 +28,16 @@ _WORDS: dict[str, Any] = {
 def split_routers(written: str) -> list[str]:
     """Return the routers of a list such as `smoe,ac@1,3,similarity[causal=false,tau=2]`.
 
-    Commas outside brackets separate them; a comma before a number continues a list of layers, so `ac@1,3` is one router.
+    Commas outside brackets and braces separate them; a comma before a number continues a list of layers, so `ac@1,3` is one
+    router. Braces hold how a router is trained (`train.recipe`).
     """
     return [part.strip() for part in _COMMA.split(written) if part.strip()]
+
+
+def split_braces(written: str) -> tuple[str, str]:
+    """Return a router's name without the braces after it, and these with what is in them; "" if there are none."""
+    found = _BRACES.search(written) if isinstance(written, str) else None  # `split_options` refuses other types
+    return (written, "") if found is None else (written[: found.start()], found.group())
 
 
 def split_options(written: str) -> tuple[list[str], dict[str, Any]]:
@@ -70,13 +79,15 @@ def split_options(written: str) -> tuple[list[str], dict[str, Any]]:
 
 
 def read_value(text: str) -> Any:
-    """Return the value that `text` stands for: a bool, a number, None or a string."""
+    """Return the value that `text` stands for: a bool, a number, None, a list of numbers joined by `:`, or a string."""
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
     if _INTEGER.fullmatch(text):
         return int(text)
     if _NUMBER.fullmatch(text):
         return float(text)
+    if ":" in text and all(map(_NUMBER.fullmatch, text.split(":"))):
+        return [float(number) for number in text.split(":")]
     if _QUOTED.fullmatch(text):
         return text[1:-1]
     if not _TEXT.fullmatch(text) or ": " in text:
@@ -97,6 +108,11 @@ def written_value(value: Any) -> str:
         return text if read_value(text) == value else f"'{text}'"
     except ValueError:
         return f"'{text}'"
+
+
+def written_option(value: Any) -> str:
+    """Return the text of an option's value in the brackets of a router's name."""
+    return ":".join(map(written_value, value)) if isinstance(value, list) else written_value(value)
 
 
 def written_pairs(values: Mapping[str, Any]) -> str:

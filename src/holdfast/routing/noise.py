@@ -5,7 +5,8 @@
     GumbelNoise     (logits + g) / temperature, g Gumbel
 
 It is drawn after the informers: an expert graph counts selections without noise. It comes from torch's own generator, which
-activation checkpointing restores, so a recomputation draws the same noise. Evaluation draws none.
+activation checkpointing restores, so a recomputation draws the same noise. Evaluation draws none, but a temperature divides
+the logits there, too: the router divides what the score returns, before gates and informers, in both modes.
 """
 
 import math
@@ -63,7 +64,10 @@ class UniformNoise(ScaledNoise):
 
 
 class GumbelNoise(Noise):
-    """(logits + g) / temperature with Gumbel noise g: the top k are a sample without replacement from softmax(logits)."""
+    """(logits + g) / temperature with Gumbel noise g: the top k are a sample without replacement from softmax(logits).
+
+    The router has divided the logits already, so g / temperature is added.
+    """
 
     def __init__(self, *, temperature: float = 1.0) -> None:
         super().__init__()
@@ -73,7 +77,7 @@ class GumbelNoise(Noise):
 
     def forward(self, logits: Tensor, tokens: Tensor) -> Tensor:
         exponential = torch.empty_like(logits).exponential_().clamp_min(TINY)
-        return (logits - exponential.log()) / self.temperature
+        return logits - exponential.log() / self.temperature
 
 
 def create_noise(
@@ -88,7 +92,7 @@ def create_noise(
 
     noise               "gaussian", "uniform" or "gumbel"
     noise_std           the standard deviation of Gaussian or uniform noise; None learns it
-    noise_temperature   divides logits with Gumbel noise
+    noise_temperature   divides logits with Gumbel noise, in evaluation too: softmax(z / temperature)
     """
     if noise is not None:
         require_known("noise", noise, KINDS)

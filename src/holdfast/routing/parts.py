@@ -36,6 +36,8 @@ from holdfast.routing.declarations import (
 from holdfast.routing.records import Context
 from holdfast.routing.rules import Scores, Selection
 
+NOT_BY_GATES = "does not select by gates"  # why a selector refuses informers
+
 
 @dataclass(frozen=True)
 class Traits:
@@ -124,10 +126,12 @@ class SelectorDeclarations(Declarations):
                     selection
     fixed_sets      in evaluation, a token's set depends on its id only, whatever its scores are
     equal_loads     in training every expert gets the same number of tokens: losses of counts have no gradient
-    rule            the name of the rule by which it ranks and weighs experts
-    weights_option  the option `weights` of `TopK` that weighs experts as this selector does; None: there is none
-    takes_informers False: it does not read gates, so a router with an informer is an error
+    rule            the name of the rule by which it ranks and weighs experts, for messages; None: the name of its class
+    weights_option  the option `weights` of `TopK` that weighs experts as this selector does; None: there is none. `reroute`
+                    of a layer made by `sparsify` gives it to the next router, so that experts are weighed as before
+    refuses_informers   why a router with an informer is an error, after "it"; None: informers are welcome
     takes_noise     False: it does not read scores in training, so a router with noise is an error
+    refuses_dropout     why a router with expert dropout is an error, after "it"; None: it ranks the experts that are left
     asks_others     tokens that an expert has no place for ask other experts, in the order of their scores
     not_limited     why no capacity may limit this selector; None: it may
     in_onnx         False: ONNX lacks operators that it needs, so exporting it is an error
@@ -144,8 +148,9 @@ class SelectorDeclarations(Declarations):
     equal_loads: bool = False
     rule: str | None = None
     weights_option: Literal["softmax", "switch"] | None = None
-    takes_informers: bool = True
+    refuses_informers: str | None = None
     takes_noise: bool = True
+    refuses_dropout: str | None = None
     asks_others: bool = False
     not_limited: str | None = None
     in_onnx: bool = True
@@ -247,10 +252,12 @@ class ScalableScore(Score):
 class LinearScore(ScalableScore):
     """A score that multiplies its tokens with one matrix (abstract): logits = finish(x matrix^T)."""
 
+    weight: Tensor
+
     @property
-    @abstractmethod
     def matrix(self) -> Tensor:
-        """The matrix (n,d)."""
+        """The matrix (n,d), `weight` unless a score overrides this."""
+        return self.weight
 
     @abstractmethod
     def finish(self, projected: Tensor) -> Tensor:
@@ -293,6 +300,8 @@ class Informer(Part):
 class Noise(Part):
     """Noise on the logits that a selector reads in training (abstract); `holdfast.routing.noise` has the usual kinds."""
 
+    temperature = 1.0  # the router divides the logits of the score by it, in training and evaluation
+
     @property
     def declares(self) -> Declarations:
         return Declarations(cost=lambda sizes: Cost("noise"))
@@ -303,7 +312,12 @@ class Noise(Part):
 
 
 class Selector(Part):
-    """The stage select (abstract): chooses experts from scores and gives them weights."""
+    """The stage select (abstract): chooses experts from scores and gives them weights.
+
+    In a pretrained model, a selector whose constructor has a parameter `rule` receives the model's `Rule` and follows it,
+    with `gate = rule.gate`, as `TopK` does. Without one, its own gate function and weights count; only the router's scale
+    is kept.
+    """
 
     gate: GateFunction = SOFTMAX  # the function from logits to the gates that informers and the selector read
     # Whether it may leave slots unused. Some functions of other libraries that run experts do not support this.
@@ -343,6 +357,13 @@ class Selector(Part):
     def ranks(self, scores: Scores) -> Tensor:
         """Return (B,N,E): what the experts of a token are sorted by in evaluation."""
         return scores.key
+
+    def adjusted(self, logits: Tensor, tokens: Tensor, context: Context, informed: bool) -> Tensor:
+        """Return the logits (B,N,E) whose gates informers and this selector read: `logits`, unless it changes them first.
+
+        informed    whether an informer follows, before `forward`
+        """
+        return logits
 
     def with_noise(self, noise: Noise, scores: Scores, tokens: Tensor) -> Scores:
         """Return the scores with noise. Informed gates keep their sum, which need not be 1 and may be 0."""

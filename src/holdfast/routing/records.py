@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from holdfast.kernels.torch_internals import register_dataclass
 from holdfast.routing.cache import RouterCache
+from holdfast.stored import late
 
+TABLE = "holdfast.report.routing_table:routing_table"  # what `print` shows
 LARGEST_IN_PADDING = 2.0**50  # the product of two such numbers is far below the largest float32
 
 
@@ -38,6 +40,13 @@ class Routing:
     # Of a layer whose experts run on slots (SoftMoE), p slots for each expert; None in any other layer:
     dispatch: Tensor | None = None  # (T,E,p) float32, the share of a token in a slot; of a sequence's tokens they sum to 1
     shares: Tensor | None = None  # (T,E,p) float32, how an expert's weight is divided among its slots
+
+    def __str__(self) -> str:
+        return str(late(TABLE)(self))
+
+    def _repr_html_(self) -> str:
+        shown: str = late(TABLE)(self)._repr_html_()
+        return shown
 
     @property
     def used(self) -> Tensor:

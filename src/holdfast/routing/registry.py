@@ -16,6 +16,7 @@ from holdfast.checked import check_value, type_hints
 from holdfast.errors import require_known, unknown_name
 from holdfast.plugins import Registry as NamedEntries
 from holdfast.routing.declarations import LayerKind
+from holdfast.routing.dropout import create_dropout
 from holdfast.routing.grammar import option_name, split_options
 from holdfast.routing.noise import create_noise
 from holdfast.routing.parts import Informer, Part, Score, Selector
@@ -48,7 +49,16 @@ FAMILIES = {  # headings under which routers are listed, in this order
     "plugins": "routers of yours, and of installed packages",
 }
 NOISE = ("noise", "noise_std", "noise_temperature")  # the options of `create_noise`, for every selector
-GIVEN = ("dim", "experts", "k", "base", "rule")  # parameters of parts that are not options: `Registry.build` passes them
+DROPOUT = ("drop", "per")  # those of `create_dropout`
+SCALING = "gradient_scaling"  # of `Router`, for every selector
+GIVEN = (
+    "dim",
+    "experts",
+    "k",
+    "base",
+    "rule",
+    "layer",
+)  # parameters of parts that are not options: `Registry.build` passes them
 
 
 @dataclass(frozen=True)
@@ -102,7 +112,7 @@ class Registry(NamedEntries[Preset]):
         """Return the name without brackets, and all options: those in brackets, with checked types, and `options`.
 
         `k` is an argument of every router, and an option in brackets if a part uses it. A name with layers is an error:
-        `layer_names.resolve_layers` reads those.
+        `presets.resolve_layers` reads those.
         Raise ValueError if an option is unknown, or if it is given both in brackets and in `options`.
         """
         names, bracketed = split_options(written)
@@ -110,7 +120,7 @@ class Registry(NamedEntries[Preset]):
         presets, parts, known = self.parse(name), self.part_classes(name), sorted({"k", *self.options(name)})
         for option in (*bracketed, *given):
             if option not in known:
-                raise ValueError(f"{unknown_name('option', option, known)[:-1]} for router {name!r}.")
+                raise ValueError(f"router {name!r}: {unknown_name('option', option, known)}")
             if option in bracketed and option in given:
                 raise ValueError(f"the option {option} is given twice, in {written!r} and by keyword; give it once.")
             owners = [preset.name for preset in presets if any(option in _options(part) for part in preset.parts.values())]
@@ -119,9 +129,9 @@ class Registry(NamedEntries[Preset]):
         if "k" in bracketed:
             self.require_k(name)
         kinds: dict[str, Any] = {}
-        for function in (create_noise, *(part.__init__ for part in parts)):
+        for function in (create_noise, create_dropout, *(part.__init__ for part in parts)):
             kinds |= {option_name(parameter): kind for parameter, kind in type_hints(function).items()}
-        kinds["k"] = int
+        kinds |= {"k": int, SCALING: float | None}
         checked = {
             option: check_value(kinds.get(option, Any), value, f"the option {option}")
             for option, value in {**bracketed, **given}.items()
@@ -154,8 +164,8 @@ class Registry(NamedEntries[Preset]):
 
     def options(self, name: str) -> list[str]:
         """Return the names of the options of the router `name`, in alphabetical order."""
-        owners: list[Callable[..., Any]] = [create_noise, *self.part_classes(name)]
-        return sorted({option for owner in owners for option in _options(owner)})
+        owners: list[Callable[..., Any]] = [create_noise, create_dropout, *self.part_classes(name)]
+        return sorted({SCALING, *(option for owner in owners for option in _options(owner))})
 
     def build(
         self,
@@ -213,6 +223,8 @@ class Registry(NamedEntries[Preset]):
             select=built.get("capacity", built["select"]),
             inform=[built[side] for side in ("expert", "token") if side in built],
             noise=create_noise(dim, experts, **{key: values[key] for key in NOISE if key in values}),
+            dropout=create_dropout(experts, sizes["k"], layer, **{key: values[key] for key in DROPOUT if key in values}),
+            gradient_scaling=values.get(SCALING),
             losses=losses,
             layer=layer,
             check_finite=check_finite,

@@ -21,14 +21,17 @@ from torch import Tensor, nn
 from holdfast.kernels.finite import encode_name, require_finite
 from holdfast.kernels.operators import wait_for_side_stream
 from holdfast.kernels.torch_internals import is_exporting
+from holdfast.routing.declarations import Order
+from holdfast.routing.dropout import ExpertDropout
 from holdfast.routing.parts import Informer, Noise, Part, Score, Selector, Traits
 from holdfast.routing.records import Context, Routing, checked_tokens
 from holdfast.routing.replaying import replay_record
-from holdfast.routing.router_checks import check_parts, refuse_tracing
+from holdfast.routing.router_checks import check_gradient_scaling, check_parts, refuse_tracing, require_usable
 from holdfast.routing.rules import Scores, Selection
 from holdfast.routing.state import StatefulPart
 
-LossTerms = Callable[[Routing, Tensor | None], Mapping[str, Tensor]]  # (routing, token_mask) -> weighted terms by name
+# (routing, token_mask, router=, tokens=, context=) -> weighted terms by name
+LossTerms = Callable[..., Mapping[str, Tensor]]
 
 
 class Router(nn.Module):
@@ -38,10 +41,17 @@ class Router(nn.Module):
 
     losses          loss terms to add to `Routing.losses` in training, for example `holdfast.Losses(balance=0.01)`
     layer           the router's module path in the model, for error messages
-    noise           noise on the scores in training, before selection; it becomes the part `select.noise`
+    noise           noise on the scores in training, before selection; it becomes the part `select.noise`. Its temperature
+                    divides the logits in evaluation, too
+    dropout         experts that a training forward drops before selection
+    gradient_scaling
+                    in training, the layer multiplies the gradients of an expert's weights by mean load / own load, by at
+                    most this number and at least its inverse; None: they stay
     check_finite    in training, raise an error if scores are NaN or infinite; False disables the check
     scale           a factor that multiplies all weights, if the experts were trained with such a factor
     """
+
+    disabled: Tensor | None = None  # (E,) bool, the experts that evaluation does without (`holdfast.disable`)
 
     def __init__(
         self,
@@ -50,6 +60,8 @@ class Router(nn.Module):
         inform: Sequence[Informer] = (),
         *,
         noise: Noise | None = None,
+        dropout: ExpertDropout | None = None,
+        gradient_scaling: float | None = None,
         losses: LossTerms | None = None,
         layer: str = "router",
         check_finite: bool = True,
@@ -62,9 +74,12 @@ class Router(nn.Module):
                     f"{type(select).__name__} has noise already; pass noise once, to the selector or the Router."
                 )
             select.noise = noise
-        check_parts(score, select, inform)
+        check_parts(score, select, inform, drops=dropout is not None)
+        check_gradient_scaling(gradient_scaling, select)
         self.score, self.inform, self.select = score, nn.ModuleList(inform), select
-        self.losses, self.check_finite, self.scale = losses, check_finite, scale
+        self.dropout, self.losses, self.check_finite, self.scale = dropout, losses, check_finite, scale
+        self.gradient_scaling = gradient_scaling
+        self._dropped: Tensor | None = None  # the experts that the last training forward dropped
         self._layer, self._learning = layer, True
         self.register_buffer("_name", encode_name(layer), persistent=False)
 
@@ -100,7 +115,8 @@ class Router(nn.Module):
     @property
     def parts(self) -> list[Part]:
         """All parts, in the order of the pipeline."""
-        return [self.score, *self.informers, *([] if self.select.noise is None else [self.select.noise]), self.select]
+        in_training = [part for part in (self.select.noise, self.dropout) if part is not None]
+        return [self.score, *self.informers, *in_training, self.select]
 
     @property
     def all_parts(self) -> list[Part]:
@@ -136,6 +152,17 @@ class Router(nn.Module):
     def fixed_sets(self) -> bool:
         """Whether no change of the tokens changes the experts of a token in evaluation."""
         return self.select.declares.fixed_sets or not (self.score.declares.reads_tokens or self.informers)
+
+    @property
+    def temperature(self) -> float:
+        """The number that divides the logits of the score."""
+        return 1.0 if self.select.noise is None else self.select.noise.temperature
+
+    def order(self, tokens: Tensor, context: Context) -> Order | None:
+        """Return what the score declares about the logits of `tokens (B,N,d)`, after the temperature; None: nothing."""
+        declared = self.score.declares.order
+        order = None if declared is None else declared(tokens, context)
+        return None if order is None else order.divided_by(self.temperature)
 
     @property
     def informed(self) -> bool:
@@ -178,16 +205,22 @@ class Router(nn.Module):
                     part.begin_training_forward()
             groups = _balance_groups(parts, tokens, context)
         logits = self._require_finite(score(tokens, context), tokens, real)  # score, and cluster if there is one
+        if self.temperature != 1:
+            logits = logits / self.temperature
         slots = None
         if score.slots is not None:  # the softmax of these logits is the sum over an expert's slots
             slots = logits.unflatten(-1, (self.experts, score.slots))
             logits = slots.logsumexp(-1)
         scores = self._inform(logits, tokens, context, real, slots)
+        logits = logits if scores.informed else scores.logits  # the selector may have changed them
         if self.training and self.learning and select.noise is not None:
             scores = select.with_noise(select.noise, scores, tokens)
+        lost = self._lost_experts(tokens, context)
+        scores = scores if lost is None else scores.without(lost, select.gate)
         selection = select(scores, tokens, context)
         if context.replayed is not None:
-            selection = replay_record(select, selection, scores, context.replayed, self.layer)
+            every = scores if scores.whole is None else scores.whole  # a recorded expert may be one that is dropped
+            selection = replay_record(select, selection, every, context.replayed, self.layer)
         weights = selection.weights if self.scale == 1 else selection.weights * self.scale
         gates, shares, losses = selection.gates, selection.shares, dict(selection.losses)
         if usable is not None:
@@ -207,20 +240,36 @@ class Router(nn.Module):
             shares=None if shares is None else shares.flatten(0, 1),
         )
         if self.training and self.learning and self.losses is not None:
-            losses |= self.losses(routing, real)
+            losses |= self.losses(routing, real, router=self, tokens=tokens, context=context)
         return routing
 
     def _inform(self, logits: Tensor, tokens: Tensor, context: Context, real: Tensor | None, slots: Tensor | None) -> Scores:
         """Return the `Scores` that the selector reads: the gates of `logits (B,N,E)`, mixed by the informers."""
-        gates = self.select.gate(logits)
         informers = [informer for informer in self.informers if not informer.inert] if len(self.inform) else []
+        read = self.select.adjusted(logits, tokens, context, len(informers) > 0)  # torch 2.11 cannot compile bool(list)
+        gates = self.select.gate(read)
         if not informers:
-            return Scores(logits, gates, informed=False, raw=logits, slots=slots)
+            return Scores(read, gates, informed=False, raw=logits, slots=slots)
         for informer in informers:
-            gates = informer(gates, logits, tokens, context)
+            gates = informer(gates, read, tokens, context)
         if any(informer.side == "token" for informer in informers):
             gates = self._require_finite(gates, tokens, real)  # products of two tokens may overflow
         return Scores.from_gates(gates, logits, slots)
+
+    def _lost_experts(self, tokens: Tensor, context: Context) -> Tensor | None:
+        """Return bool, (E,) or (B,N,E): the experts that this forward does without; None if it has all."""
+        if self.disabled is not None:
+            require_usable(self.layer, self.training, context)
+            return self.disabled.to(tokens.device)
+        if self.dropout is None or not self.training:
+            return None
+        if not self.learning:  # a further view of the last forward drops what that dropped; generated text drops nothing
+            last = self._dropped if torch.is_grad_enabled() else None
+            return last if last is None or last.dim() == 1 or last.shape[:2] == tokens.shape[:2] else None
+        dropped: Tensor = self.dropout(tokens, context)
+        if not torch.compiler.is_compiling():  # which has no further views
+            self._dropped = dropped
+        return dropped
 
     def _require_finite(self, values: Tensor, tokens: Tensor, real: Tensor | None) -> Tensor:
         """Return `values (B,N,E)`; in training, raise ValueError if a value of a real token is NaN or infinite."""

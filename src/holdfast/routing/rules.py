@@ -7,7 +7,7 @@ Selection   the experts and weights that a selector returns
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from holdfast.routing.declarations import SOFTMAX, Compared, Conditions, GateFun
 from holdfast.routing.records import Routing
 
 EXCLUDED = torch.finfo(torch.float32).min  # a rank; not -inf, because ONNX cannot sort infinities
+LOST = EXCLUDED / 2  # the logit of an expert that is taken out: differences from it are finite
 
 
 @dataclass(eq=False)
@@ -27,6 +28,8 @@ class Scores:
     Without informers, gates are computed from logits; after an informer, logits are computed from its gates. Select by `key`
     and weigh by `gates`. `key` is the one of the two that was computed first: both have the same order, but an exp or a log
     rounds and saturates, so that experts tie in one which differ in the other. `gates` are what weights follow from.
+    `raw` is for rules that need the scale of the score's logits after an informer (phimoe), `slots` for SoftMoE only.
+    `lost` are experts that are taken out (`without`), and `whole` the scores before that.
     """
 
     _logits: Tensor | None  # (B,N,E); None after an informer
@@ -34,6 +37,8 @@ class Scores:
     informed: bool
     raw: Tensor | None = None  # (B,N,E), the logits before any informer
     slots: Tensor | None = None  # (B,N,E,p), the logits of slots; None: the score has logits of experts
+    lost: Tensor | None = None  # (E,) or (B,N,E) bool; None: no expert
+    whole: "Scores | None" = None
 
     @property
     def logits(self) -> Tensor:
@@ -49,6 +54,21 @@ class Scores:
     def compares(self) -> Compared:
         """Whether `key` is the logits or the gates."""
         return "gates" if self.informed else "logits"
+
+    def without(self, lost: Tensor, gate: GateFunction) -> "Scores":
+        """Return the scores in which experts that are `lost`, (E,) or (B,N,E) bool, have the gate 0 and the lowest logit.
+
+        Other gates stay, unless the `gate` function shares them out among the experts that are left.
+        """
+        gates = self.gates.where(~lost, 0.0)
+        if self.informed:
+            return replace(self, gates=gates, lost=lost, whole=self)
+        logits = self.logits.where(~lost, LOST)
+        return replace(self, _logits=logits, gates=gate(logits) if gate.shares else gates, lost=lost, whole=self)
+
+    def rank_lost_last(self, ranks: Tensor) -> Tensor:
+        """Return `ranks (B,N,E)`, -inf for lost experts: a rule may rank by more than logits and gates."""
+        return ranks if self.lost is None else ranks.where(~self.lost, -torch.inf)
 
     @classmethod
     def from_gates(cls, gates: Tensor, raw: Tensor | None = None, slots: Tensor | None = None) -> "Scores":
@@ -100,6 +120,11 @@ class Rule(ABC):
         The first k slots are the hard core. `fade` is the logarithm of a factor for each slot; None means no factor.
         """
 
+    def best(self, scores: Scores, k: int) -> tuple[Tensor, Tensor]:
+        """Return the k best experts (B,N,K) by rank, lost ones last, and their weights."""
+        experts = top(scores.rank_lost_last(self.ranks(scores)), k)
+        return experts, self.weigh(scores, experts, torch.ones_like(experts, dtype=torch.bool), None, k)
+
     def held_weights(self, experts: Tensor, scores: Scores, live: "Selection") -> Tensor:
         """Return (B,N,K): the weights of the held set `experts (B,N,K)` under `scores`; see `Selector.held_weights`."""
         in_use = experts < scores.gates.shape[-1]
@@ -145,7 +170,8 @@ class Selection(NamedTuple):
     """What a selector returns: K slots for each token, in the order of their weights, ties to the lower index.
 
     A token that uses fewer than K experts has unused slots: they come last, with the expert E and the weight 0. `of_sets`
-    makes such slots.
+    makes such slots. By hand, give `experts`, `weights` and `gates=scores.gates`, and `losses` if there are any. Leave
+    `scale` to the router; `requested` and `dropped` are for capacity limits, the rest for SoftMoE and SMEAR layers.
     """
 
     experts: Tensor  # (B,N,K) int64

@@ -3,6 +3,7 @@
     Linear      x W^T + b
     Frozen      x W^T with a random W that is never trained
     Cosine      the cosine of a projection of x and an embedding of each expert
+    TwoLayer    W relu(V x + c) + b, a network with one hidden layer
     ModalityLinear      x W_m^T with a matrix for each modality m: text and image tokens are scored by other weights
 
 The functions at the end handle weights that accelerate offloads: they are loaded only for the forward of their module.
@@ -33,15 +34,13 @@ class Linear(LinearScore):
     bias    add b, which is trained and starts at 0
     """
 
+    bias: Tensor | None
+
     def __init__(self, dim: int, experts: int, *, bias: bool = False) -> None:
         super().__init__()
         self.dim, self.experts = dim, experts
         self.weight = nn.Parameter(torch.empty(experts, dim).uniform_(-1 / math.sqrt(dim), 1 / math.sqrt(dim)))
         self.bias = nn.Parameter(torch.zeros(experts)) if bias else None
-
-    @property
-    def matrix(self) -> Tensor:
-        return self.weight
 
     def finish(self, projected: Tensor) -> Tensor:
         return projected if self.bias is None else projected + self.bias.float()
@@ -54,31 +53,20 @@ class Linear(LinearScore):
         return replace(super().declares, order=order)
 
 
-class Frozen(LinearScore):
+class Frozen(Linear):
     """logits = x W^T (+ b) with a random W that is never trained (SMoE-dropout; the random router of Symphony's appendix C).
 
     bias    add b, which is random and never trained too
     """
 
-    weight: Tensor
-    bias: Tensor | None
-
     def __init__(self, dim: int, experts: int, *, bias: bool = False) -> None:
-        super().__init__()
+        LinearScore.__init__(self)  # no parameters
         self.dim, self.experts = dim, experts
         self.register_buffer("weight", torch.randn(experts, dim, dtype=torch.float32) / math.sqrt(dim))
-        self.register_buffer("bias", torch.randn(experts, dtype=torch.float32) / math.sqrt(dim) if bias else None)
-
-    @property
-    def matrix(self) -> Tensor:
-        return self.weight
-
-    def finish(self, projected: Tensor) -> Tensor:
-        return projected if self.bias is None else projected + self.bias
-
-    @property
-    def declares(self) -> ScoreDeclarations:
-        return replace(super().declares, order=lambda tokens, context: Order(self.weight, self.bias, values=Values()))
+        if bias:
+            self.register_buffer("bias", torch.randn(experts, dtype=torch.float32) / math.sqrt(dim))
+        else:
+            self.bias = None  # not a buffer without a value, which accelerate cannot offload
 
 
 class Cosine(LinearScore):
@@ -118,11 +106,46 @@ class Cosine(LinearScore):
 
     def _order(self, tokens: Tensor, context: Context) -> Order:
         """Return z.e: dividing by the temperature and by the length of z, both positive, changes neither order nor sign."""
-        units = F.normalize(self.embeddings.detach().double(), dim=-1)
-        cosines = Cosines(float(self.log_temperature.detach().double().exp()), SHORTEST)
+        units = F.normalize(self.embeddings.double(), dim=-1)
+        cosines = Cosines(self.log_temperature.double().exp(), SHORTEST)
         # Two normalisations, the cosines and the temperature come after the product.
         roundings = 3 * self.projection.shape[0] + 16
         return Order(self.projection, combine=units, roundings=roundings, values=Values(cosines))
+
+
+class TwoLayer(LinearScore):
+    """logits = W relu(V x + c) (+ b): a gate with one hidden layer, the light MLP of the survey (section 2.2).
+
+    hidden  the width of the hidden layer; None: four times the number of experts
+    bias    add b, which is trained and starts at 0, as c does
+
+    At the start its logits are as large as those of linear scores. The regions in which tokens keep their experts are not
+    bounded by planes: no order is declared, and certificates are refused.
+    """
+
+    def __init__(self, dim: int, experts: int, *, hidden: int | None = None, bias: bool = False) -> None:
+        super().__init__()
+        hidden = 4 * experts if hidden is None else hidden
+        if hidden < 1:
+            raise ValueError(f"hidden is {hidden}; the hidden layer of a gate needs a width of at least 1.")
+        self.dim, self.experts = dim, experts
+        self.hidden = nn.Parameter(torch.empty(hidden, dim).uniform_(-1 / math.sqrt(dim), 1 / math.sqrt(dim)))
+        self.hidden_bias = nn.Parameter(torch.zeros(hidden))
+        self.weight = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(experts, hidden), nonlinearity="relu"))
+        self.bias = nn.Parameter(torch.zeros(experts)) if bias else None
+
+    @property
+    def matrix(self) -> Tensor:
+        return self.hidden
+
+    def finish(self, projected: Tensor) -> Tensor:
+        logits = linear_float32(F.relu(projected + self.hidden_bias.float()), self.weight)
+        return logits if self.bias is None else logits + self.bias.float()
+
+    @property
+    def declares(self) -> ScoreDeclarations:
+        kept = FLOAT * (self.experts + len(self.hidden_bias))
+        return replace(super().declares, cost=lambda sizes: Cost("score", kept=kept))
 
 
 class ModalityLinear(Score):
@@ -145,15 +168,14 @@ class ModalityLinear(Score):
         self.weight = nn.Parameter(drawn)  # the experts of modality 0 first
 
     def forward(self, tokens: Tensor, context: Context) -> Tensor:
-        modality = self._modality(tokens, context)
+        modality = token_modality(tokens, context, self.modalities)
         # One product for all modalities, as there are few: tokens need not be sorted, and shapes stay static.
         logits = linear_float32(tokens, self.weight).unflatten(-1, (self.modalities, self.experts))
         index = modality[..., None, None].expand(*modality.shape, 1, self.experts)
         return logits.gather(2, index).squeeze(2)
 
     def balance_groups(self, tokens: Tensor, context: Context) -> Tensor:
-        modality = self._modality(tokens, context)
-        return modality.unsqueeze(-1) == torch.arange(self.modalities, device=modality.device)
+        return balance_by_modality(tokens, context, self.modalities)
 
     @property
     def declares(self) -> ScoreDeclarations:
@@ -164,18 +186,26 @@ class ModalityLinear(Score):
     def _order(self, tokens: Tensor, context: Context) -> Order:
         """Return logits that are affine in the token, given its modality, which is not perturbed."""
         matrices = self.weight.unflatten(0, (self.modalities, self.experts))
-        block = self._modality(tokens, context).flatten()
+        block = token_modality(tokens, context, self.modalities).flatten()
         return Order(matrices.transpose(0, 1).flatten(1), block=block, values=Values())
 
-    def _modality(self, tokens: Tensor, context: Context) -> Tensor:
-        """Return (B,N) int64: the modality of each token; raise ValueError if it is missing or wrong."""
-        modality = context.modality
-        if modality is None:
-            raise ValueError(
-                "this router has a score for each modality, and the context has no modality: pass Context(modality=...) (a "
-                "Hugging Face model needs an image token in its config, and input_ids, not inputs_embeds)."
-            )
-        return context.known_numbers(modality, "modality", self.modalities, tokens).long()
+
+def token_modality(tokens: Tensor, context: Context, modalities: int) -> Tensor:
+    """Return (B,N) int64: the modality of each token; raise ValueError if it is missing or wrong."""
+    modality = context.modality
+    if modality is None:
+        raise ValueError(
+            "this router has scores or groups for each modality, and the context has no modality: pass "
+            "Context(modality=...) (a Hugging Face model needs an image token in its config, and input_ids, not "
+            "inputs_embeds)."
+        )
+    return context.known_numbers(modality, "modality", modalities, tokens).long()
+
+
+def balance_by_modality(tokens: Tensor, context: Context, modalities: int) -> Tensor:
+    """Return (B,N,modalities) bool, `Part.balance_groups` of a part that balances loads within each modality."""
+    modality = token_modality(tokens, context, modalities)
+    return modality.unsqueeze(-1) == torch.arange(modalities, device=modality.device)
 
 
 def is_offloaded(module: nn.Module) -> bool:

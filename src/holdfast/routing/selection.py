@@ -59,6 +59,7 @@ class TopK(Selector):
             levels=self.rule.levels,
             rule=self.rule.name,
             weights_option=self.rule.weights_option,
+            refuses_dropout=None if self.k_final is None else "changes its number of experts in training",
         )
 
     @property
@@ -74,7 +75,7 @@ class TopK(Selector):
         if amounts is not None and self.k_final is None:
             experts, weights = select_top_k(scores.key, amounts, self.k)
             return Selection(experts, weights, scores.gates)
-        experts = top(self.rule.ranks(scores), self.slots)
+        experts = top(self.ranks(scores), self.slots)
         in_use = torch.ones_like(experts, dtype=torch.bool)
         if self.k_final is not None:
             in_use = (torch.arange(self.slots, device=experts.device) < self.active).expand_as(experts)
@@ -85,7 +86,7 @@ class TopK(Selector):
         return Selection(experts, weights, scores.gates)
 
     def ranks(self, scores: Scores) -> Tensor:
-        return self.rule.ranks(scores)
+        return scores.rank_lost_last(self.rule.ranks(scores))
 
     def held_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
         return self.rule.held_weights(experts, scores, live)

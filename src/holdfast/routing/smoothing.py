@@ -21,7 +21,7 @@ and on overflow only: there, the other tokens of the batch change the width of a
 devices, and in a recomputation, because it depends only on the state and the batch. Real tokens and padding have separate
 statistics and separate rows, so padding never changes a real token. Each rank has its own rows and its own g_X, without
 communication: on overflow, ranks have strips of different widths, while the running width is that of one process with the
-whole batch. In evaluation, all experts in the strip are in use.
+whole batch. In evaluation, and in training with `rows="all"`, all experts in the strip are in use.
 """
 
 import math
@@ -60,6 +60,7 @@ class SmoothTopK(Selector, StatefulPart):
 
     In training there is memory for k + 2 x budget experts per token, on average over a batch. If the strips of a batch have
     more, they end earlier, without a jump; `router.select.overflow` is the share of experts that this leaves out, usually 0.
+    The paper has no such limit: its rule is `smooth[control=loss, rows=all]`.
 
     budget      the mean number of experts of a token besides its k best, in training and calibration; without either, the
                 width eps is fixed
@@ -72,6 +73,9 @@ class SmoothTopK(Selector, StatefulPart):
                 strip, which ends at the level of the first expert without a slot, so that the output stays continuous.
                 On a GPU, memory is allocated for `most` slots per token in evaluation, and for k + 2 x budget in training,
                 if that is less
+    rows        the rows of experts in training. "budget": for k + 2 x budget experts per token, on average over a batch;
+                "all": for `most` experts per token, so that every expert in the strip runs, whatever the batch is, as in
+                the paper. `holdfast plan` says how much memory that takes
     eps         the width of the strip before the first training or calibration batch. The default is 0 with random weights.
                 With trained weights (`reroute`, or `sparsify` with copies) it is None: 0.1 in logits, 0.02 in sigmoid gates
     eta         control="loss": eta at the start of training, eps = softplus(eta). It takes precedence over `eps`; None: -9,
@@ -100,6 +104,7 @@ class SmoothTopK(Selector, StatefulPart):
         alpha: float = 1.0,
         anneal: bool = False,
         most: int | None = None,
+        rows: Literal["budget", "all"] = "budget",
         eps: float | None = 0.0,
         eta: float | None = None,
         a: float = POWERS.a,
@@ -111,6 +116,7 @@ class SmoothTopK(Selector, StatefulPart):
         check_k(k, experts)
         require_known("control", control, ("quantile", "loss"))
         require_known("inference", inference, ("smooth", "hard"))
+        require_known("number of rows", rows, ("budget", "all"))
         if most is not None and not k <= most <= experts:
             raise ValueError(f"most is {most}; it must be between k, {k}, and the number of experts, {experts}.")
         if not budget >= 0:
@@ -139,7 +145,7 @@ class SmoothTopK(Selector, StatefulPart):
         self.register_statistics(width=torch.zeros(()), tokens=torch.zeros(()))
         self.register_buffer("staged_overflow", torch.zeros(()), persistent=False)  # for users; no state depends on it
         # (numerator, denominator) of the rows for experts in the strip, per token; None: there is a row for every slot
-        self.spare = as_ratio(SPARE * budget) if SPARE * budget < self.slots - k else None
+        self.spare = as_ratio(SPARE * budget) if rows == "budget" and SPARE * budget < self.slots - k else None
         start = ETA_START if eps == 0 else eps + math.log(-math.expm1(-eps))  # the inverse of softplus
         start = start if eta is None else eta
         self.eta = nn.Parameter(torch.tensor([start])) if control == "loss" else None
@@ -164,7 +170,7 @@ class SmoothTopK(Selector, StatefulPart):
         )
 
     def ranks(self, scores: Scores) -> Tensor:
-        return self.rule.ranks(scores)
+        return scores.rank_lost_last(self.rule.ranks(scores))
 
     def held_weights(self, experts: Tensor, scores: Scores, live: Selection) -> Tensor:
         """Return the live weights of the held experts: an expert that is no longer selected has faded to 0.
@@ -250,13 +256,13 @@ class SmoothTopK(Selector, StatefulPart):
             limit=self._limit(real),
         )
         if self.training:
-            self.stage_in_background(lambda: self._statistics(gaps, eps, real))
+            self.stage_in_background(lambda: self._statistics(self._gaps_of_all(scores, gaps), eps, real))
         return Selection(experts, weights, scores.gates)
 
     def _forward_reference(self, scores: Scores, tokens: Tensor, context: Context) -> Selection:
         """Select step by step, without the kernel: for rules with their own ranks or weights, and for a learned width."""
         eps, real = self.eps(), context.checked_mask(tokens) if self.training else None
-        ranks, levels = self.rule.ranks(scores), self.rule.levels(scores)
+        ranks, levels = self.ranks(scores), self.rule.levels(scores)
         strip = smooth_strip(ranks, levels, self.k, eps, self.slots, self.powers, self._limit(real))
         experts, in_use = strip.experts, strip.in_use
         weights = self.rule.weigh(scores, experts, in_use, strip.fade, self.k)
@@ -264,7 +270,7 @@ class SmoothTopK(Selector, StatefulPart):
             in_use = strip.core | (in_use & (scores.gates.gather(-1, experts) > 0))
         losses = {}
         if self.training:
-            self.stage_in_background(lambda: self._statistics(strip.gaps, eps, real))
+            self.stage_in_background(lambda: self._statistics(self._gaps_of_all(scores, strip.gaps), eps, real))
         if self.training and self.learning and self.eta is not None:
             # The boundary loss of the paper: alpha eps (active - k - budget), with a gradient to eps only.
             counted = context.real_tokens(tokens)
@@ -275,6 +281,13 @@ class SmoothTopK(Selector, StatefulPart):
         if not self.rule.ordered:
             experts, weights = by_weight(experts, weights)
         return Selection(experts, weights, scores.gates, losses)
+
+    def _gaps_of_all(self, scores: Scores, gaps: Tensor) -> Tensor:
+        """Return the gaps that the width is learned from: as if no expert was dropped, because evaluation drops none."""
+        if scores.whole is None:
+            return gaps
+        ranks, levels = self.rule.ranks(scores.whole), self.rule.levels(scores.whole)
+        return smooth_strip(ranks, levels, self.k, self.width, self.slots, self.powers).gaps
 
     def _limit(self, real: Tensor | None) -> Limit | None:
         """Return the function from gaps (B,N,E) and eps to the width for which there are rows; None: for all widths."""

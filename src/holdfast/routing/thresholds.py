@@ -234,6 +234,7 @@ class ReLU(Selector, StatefulPart):
             active=lambda sizes: ActiveExperts(self.k, self.k, self.experts, "steered to k; more at the start"),
             conditions=lambda scores: keep_above(scores.key, 0.0, scores.compares),
             snapshot=lambda: {"l1": self.l1},
+            refuses_dropout="has no next best expert for a token whose experts are all dropped",
         )
 
 
@@ -252,7 +253,7 @@ def sparsemax(logits: Tensor) -> Tensor:
     return (shifted - threshold).clamp_min(0.0).where(support, 0.0)
 
 
-SPARSEMAX = GateFunction("sparsemax", sparsemax)
+SPARSEMAX = GateFunction("sparsemax", sparsemax, shares=True)
 
 
 class SparsemaxRule(Rule):

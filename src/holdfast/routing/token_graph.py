@@ -247,16 +247,16 @@ class AttentionPosterior(TokenGraph, StatefulPart):
     heads       a number, H: the head with the lowest mean entropy. "all": the posterior over heads too (eqn 14),
                 W_ij = sum_h H'_ih W_ijh with H'_ih proportional to sum_j A_ijh exp(-|u_i - o_jh|^2 / (2 sigma^2))
     sigma       None is sqrt(d). With the paper's 1, all tokens copy one token: |o_j|^2 / 2 differs by tens of nats
+    stats       "running": the mean entropy of a head is a running mean over training batches. "batch", as in the paper: the
+                mean over the real tokens of the current batch; then other sequences and later tokens choose the head
     strength, from_     see `TokenGraph`
 
-    The paper takes the mean entropy over the current tokens, so that later tokens choose the head. Here it is a running mean
-    over training batches. Of sequences of 1024 tokens and more, it reads about SAMPLE tokens, in blocks at equal distances:
-    they are enough for the mean of a head, and all tokens would cost as much as the rest of the router. With heads="all"
-    there is no such state, and mixing costs more than H times as much.
+    Of sequences of 1024 tokens and more, the running mean reads about SAMPLE tokens, in blocks at equal distances: they are
+    enough for the mean of a head, and all tokens would cost as much as the rest of the router; stats="batch" reads all. With
+    heads="all" there is no mean entropy, and mixing costs more than H times as much.
     """
 
     reads = ("attention", "attention.projection")
-    traits = Traits(sequence_aware=True)
     entropy: Tensor
     seen: Tensor
 
@@ -266,33 +266,40 @@ class AttentionPosterior(TokenGraph, StatefulPart):
         *,
         heads: int | Literal["all"],
         sigma: float | None = None,
+        stats: Literal["running", "batch"] = "running",
         strength: Strength = 1.0,
         from_: From = "all",
     ) -> None:
         super().__init__(strength=strength, from_=from_)
+        require_known("kind of statistics", stats, ("running", "batch"))
         if isinstance(heads, str) and heads != "all":
             raise ValueError(f"heads is {heads!r}; it must be the number of heads of the attention, or 'all'.")
         if not isinstance(heads, str) and heads < 1:
             raise ValueError(f"heads is {heads}; it must be at least 1.")
         if sigma is not None and not sigma > 0:
             raise ValueError(f"sigma is {sigma}; it divides distances and must be positive.")
-        self.heads = heads
+        if heads == "all" and stats == "batch":
+            raise ValueError("heads='all' chooses no head, so stats='batch' would have no effect; remove one of the two.")
+        self.heads, self.stats = heads, stats
         self.sigma = math.sqrt(dim) if sigma is None else sigma
-        if not isinstance(heads, str):
+        independent = stats == "running"
+        self.traits = Traits(causal=independent, batch_invariant=independent, cacheable=independent, sequence_aware=True)
+        self.learns_entropy = heads != "all" and independent
+        if self.learns_entropy and not isinstance(heads, str):
             self.register_buffer("entropy", torch.zeros(heads))
             self.register_buffer("seen", flag())
             self.register_statistics(entropies=torch.zeros(heads), tokens=torch.zeros(()))
 
     def update_state_where(self, due: Tensor) -> None:
-        if self.heads != "all":
+        if self.learns_entropy:
             batch = self.get_buffer("staged_entropies"), self.get_buffer("staged_tokens")
             update_running_mean(self.entropy, self.seen, *batch, due, memory=ENTROPY_MEMORY, is_sum=True)
 
     def forward(self, gates: Tensor, logits: Tensor, tokens: Tensor, context: Context) -> Tensor:
         attention = self._attention(context)
-        if self.training and self.heads != "all":
+        if self.training and self.learns_entropy:
             self.stage_in_background(lambda: self._entropies(attention, tokens, context))
-        heads = self._heads(attention, context)
+        heads = self._heads(attention, tokens, context)
         norms = self._norms(heads, attention, context)
         own, real = gates, context.token_mask
         levels = self.entropy_limits(logits, context, "attention")
@@ -335,7 +342,7 @@ class AttentionPosterior(TokenGraph, StatefulPart):
         return replace(
             shared,
             cost=self._cost,
-            snapshot=shared.snapshot if self.heads == "all" else lambda: {**shared.snapshot(), "entropy": self.entropy},
+            snapshot=(lambda: {**shared.snapshot(), "entropy": self.entropy}) if self.learns_entropy else shared.snapshot,
             mixing=self._mixing,
         )
 
@@ -350,6 +357,7 @@ class AttentionPosterior(TokenGraph, StatefulPart):
             kept=heads * (kept + (FLOAT * 5 if self.heads == "all" else 0)) + 2 * self.level_bytes,
             cached=FLOAT * (sizes.experts + heads) + 1 + self.level_bytes,
             summed=summed,
+            summed_again=summed if self.stats == "batch" else 0,
         )
 
     def _mixing(self, tokens: Tensor, context: Context, norm: Norm) -> Mixing:
@@ -368,7 +376,7 @@ class AttentionPosterior(TokenGraph, StatefulPart):
             raise ValueError(f"the attention has {attention.query.shape[1]} heads; this router was built for {self.heads}.")
         return attention
 
-    def _heads(self, attention: Attention, context: Context) -> list[_Head]:
+    def _heads(self, attention: Attention, tokens: Tensor, context: Context) -> list[_Head]:
         """Return the head with the lowest mean entropy, or all heads.
 
         The index of that head stays on the device, so that the host does not have to wait for it.
@@ -381,7 +389,12 @@ class AttentionPosterior(TokenGraph, StatefulPart):
             indices: list[Tensor | int] = [*range(count)]
             taken = [tuple(each[:, head * each.shape[1] // count] for each in rows) for head in range(count)]
         else:
-            best = snapshot_for_backward(self.entropy, self.training).argmin().view(1)
+            if self.learns_entropy:
+                entropy = snapshot_for_backward(self.entropy, self.training)
+            else:  # sums over the same tokens have the order of the means
+                with torch.no_grad():
+                    entropy = self._entropies(attention, tokens, context)["entropies"]
+            best = entropy.argmin().view(1)
             indices, taken = [best], [take_heads(rows, best, count)]
         return [
             _Head(context.zero_unusable(query), key, value, across.squeeze(0), mask_of_head(attention.mask, index))
@@ -404,8 +417,9 @@ class AttentionPosterior(TokenGraph, StatefulPart):
         return [rows[..., at] for at in range(len(norms))]
 
     def _entropies(self, attention: Attention, tokens: Tensor, context: Context) -> dict[str, Tensor]:
-        """Return the sum of each head's entropy over the sampled real tokens, and their number, over all ranks."""
-        step = max(1, tokens.shape[1] // SAMPLE)  # every so many blocks of tokens are sampled
+        """Return the sum of each head's entropy over the sampled real tokens and their number, in training over ranks."""
+        # Every so many blocks of tokens are sampled.
+        step = max(1, tokens.shape[1] // SAMPLE) if self.learns_entropy else 1
         entropies = attention_entropy(
             context.zero_unusable(attention.query.transpose(1, 2)).transpose(1, 2),
             attention.key,
@@ -420,7 +434,8 @@ class AttentionPosterior(TokenGraph, StatefulPart):
         else:
             real = torch.cat([context.token_mask[:, rows] for rows in sampled(tokens.shape[1], step)], 1)
             entropies, count = entropies.where(real.unsqueeze(1), 0.0), real.sum()
-        return {"entropies": sum_over_ranks(entropies.sum((0, 2))), "tokens": sum_over_ranks(count)}
+        sums = {"entropies": entropies.sum((0, 2)), "tokens": count}
+        return {name: sum_over_ranks(value) for name, value in sums.items()} if self.sees_batch else sums
 
 
 def _scale(attention: Attention) -> float:

@@ -9,37 +9,16 @@ from typing import Any
 
 import torch
 
-from holdfast.errors import unknown_name
+from holdfast.errors import require_known
 from holdfast.routing import Router, create_router
 from holdfast.testing import checks, declaration_checks
 from holdfast.testing.router_under_test import NotApplicable, Reference, RouterUnderTest
 
 CHECKS: dict[str, Callable[[RouterUnderTest], str | None]] = {
-    "contract": checks.contract,
-    "empty batch": checks.empty_batch,
-    "bad input": checks.bad_input,
-    "naive reference": checks.naive_reference,
-    "determinism": checks.determinism,
-    "ties": checks.ties,
-    "causality": checks.causality,
-    "sequence awareness": checks.sequence_awareness,
-    "padding": checks.padding,
-    "batch invariance": checks.batch_invariance,
-    "cached decoding": checks.cached_decoding,
-    "declared cost": declaration_checks.cost,
-    "declared fixed sets": declaration_checks.fixed_sets,
-    "declared number of experts": declaration_checks.active_experts,
-    "held weights": declaration_checks.held_weights,
-    "replay": declaration_checks.replay,
-    "declared certificate": declaration_checks.certificate,
-    "save and load": checks.save_and_load,
-    "evaluation keeps state": checks.evaluation_keeps_state,
-    "float32 routing": checks.float32_routing,
-    "no inert coefficient": checks.no_inert_coefficient,
-    "no inert parameter": checks.no_inert_parameter,
-    "second derivatives": checks.second_derivatives,
-    "activation checkpointing": checks.activation_checkpointing,
-    "compile": checks.compile_whole,
+    name.removeprefix("check_").replace("_", " "): function
+    for module in (checks, declaration_checks)
+    for name, function in vars(module).items()
+    if name.startswith("check_")
 }
 
 
@@ -66,6 +45,8 @@ def check_router(
 
     `dim`, `experts`, `k` and `options` are used to build a router from a name. `reference(router, tokens, context)` returns
     the same `Routing`, computed naively; without it that check is skipped. Raise AssertionError if a check fails.
+
+    only    run these checks: keys of `holdfast.testing.CHECKS`, such as "declared cost", which failures and reports name too
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -73,14 +54,12 @@ def check_router(
             name, prototype = router, create_router(router, dim=dim, experts=experts, k=k, **options)
         else:
             prototype = router if isinstance(router, Router) else router()
-            name = type(prototype.score).__name__
-        titles = list(CHECKS) if only is None else list(only)
+            name = "+".join(type(part).__name__ for part in prototype.parts)
         passed: list[str] = []
         skipped: dict[str, str] = {}
         notes: dict[str, str] = {}
-        for title in titles:
-            if title not in CHECKS:
-                raise ValueError(unknown_name("check", title, CHECKS))
+        for title in CHECKS if only is None else only:
+            require_known("check", title, CHECKS)
             torch.manual_seed(0)
             try:
                 note = CHECKS[title](RouterUnderTest(prototype, reference).warm_up())

@@ -7,8 +7,11 @@ Each check is one function. It takes a `RouterUnderTest` and raises AssertionErr
 import copy
 import io
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -17,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from holdfast.kernels.select import top_reference
 from holdfast.layers.losses import TERMS, Losses
-from holdfast.routing import Context, Router, RouterCache, Routing, Score, Scores, Selector
+from holdfast.routing import Context, Router, RouterCache, Routing, Scores, Selector
 from holdfast.testing.router_under_test import (
     GRADIENT_TOLERANCE,
     STEEP,
@@ -25,6 +28,7 @@ from holdfast.testing.router_under_test import (
     RouterUnderTest,
     differing,
     fill_padding,
+    gradients,
     objective,
     state_of,
     steps,
@@ -35,12 +39,17 @@ DECODING_STEPS = 64
 NO_DERIVATIVE = ".*autograd kernel was not registered.*"  # torch's warning when such an operator is differentiated
 REFERENCE_TOLERANCE, DIFFERENCE_TOLERANCE = 1e-3, 0.05
 STEPS = (2e-3, 5e-4)
+# The length of a sequence, how much of it is padding, whether the context is causal, and whether the router trains.
+REFERENCE_CASES = (17, 0, False, True), (17, 5, True, True), (13, 5, False, False), (1, 0, True, False)
 COUNTING = ("balance", "load")  # losses of how many tokens an expert has
 ROUNDING = 1e-6
 ATTEMPTS = 5
+# Return whether a batch shows that a trait is absent; the last argument: in training.
+Matters = Callable[[RouterUnderTest, Tensor, bool], bool]
+ALL_LOSSES = Losses(**dict.fromkeys(TERMS, 1.0))
 
 
-def contract(subject: RouterUnderTest) -> None:
+def check_contract(subject: RouterUnderTest) -> None:
     """Check shapes, dtypes, the order of slots, unused slots, and that evaluation returns no losses.
 
     Check that weights are finite if all gates are 0: an informer may return such gates.
@@ -63,20 +72,20 @@ def contract(subject: RouterUnderTest) -> None:
         assert (routing.used.long().diff(dim=-1) <= 0).all(), "an unused slot comes before a used one"
         assert (routing.chosen.sum(-1) == routing.used.sum(-1)).all(), "a token has the same expert twice"
         assert training or not routing.losses, f"losses in evaluation: {list(routing.losses)}"
-    if router.select.declares.takes_informers:
+    if router.select.declares.refuses_informers is None:
         logits = routing.logits.unflatten(0, tokens.shape[:2])
         scores = Scores.from_gates(torch.zeros_like(logits), logits)
         weights = router.select(scores, tokens, subject.context(tokens)).weights
         assert weights.isfinite().all(), "weights are not finite if an informer makes all gates 0"
 
 
-def empty_batch(subject: RouterUnderTest) -> None:
+def check_empty_batch(subject: RouterUnderTest) -> None:
     """Check that an empty batch gives an empty routing with finite losses."""
     for shape in ((0, 5), (3, 0)):
         tokens = subject.tokens()[:0, :5] if shape[0] == 0 else subject.tokens()[:, :0]
         for training in (True, False):
             router = subject.build().train(training)
-            router.losses = Losses(**dict.fromkeys(TERMS, 1.0))
+            router.losses = ALL_LOSSES
             routing = router(tokens, subject.context(tokens, causal=True))
             assert routing.experts.shape[0] == 0 and routing.gates.shape == (0, router.experts), f"shape {shape} fails"
             assert routing.loss.isfinite(), "the loss of an empty batch is not finite"
@@ -84,7 +93,7 @@ def empty_batch(subject: RouterUnderTest) -> None:
                 routing.loss.backward()
 
 
-def bad_input(subject: RouterUnderTest) -> None:
+def check_bad_input(subject: RouterUnderTest) -> None:
     """Check that wrong shapes, wrong masks, NaN and a progress above 1 raise ValueError."""
     router, tokens = subject.build(), subject.tokens()
     router.layer = "model.layers.3.mlp"
@@ -119,67 +128,57 @@ def bad_input(subject: RouterUnderTest) -> None:
         through = subject.build()
         through.check_finite = False
         for routing in (through(broken, subject.context(tokens)), through.eval()(broken, subject.context(tokens))):
-            assert routing.experts.min() >= 0 and routing.experts.max() <= router.experts, (
-                "NaN gives an expert index out of range"
-            )
+            in_range = routing.experts.min() >= 0 and routing.experts.max() <= router.experts
+            assert in_range, "NaN gives an expert index out of range"
 
 
-def naive_reference(subject: RouterUnderTest) -> None:
+def check_naive_reference(subject: RouterUnderTest) -> None:
     """Check that gates, weights, losses and gradients equal those of the naive reference."""
-    if subject.reference is None:
+    reference = subject.reference
+    if reference is None:
         raise NotApplicable("no naive reference was given")
-    for length, pad, causal, training in [
-        (17, 0, False, True),
-        (17, 5, True, True),
-        (13, 5, False, False),
-        (1, 0, True, False),
-    ]:
-        tokens = subject.tokens(3, length).requires_grad_()
+    for length, pad, causal, training in REFERENCE_CASES:
         token_mask = _right_padding(3, length, pad) if pad else None
-        fast, slow = subject.build().train(training), subject.build().train(training)
-        results = []
-        for router, compute in ((fast, fast), (slow, lambda x, c, r=slow: subject.reference(r, x, c))):  # type: ignore[misc]
-            torch.manual_seed(1)
-            routing = compute(tokens, subject.context(tokens, token_mask, causal=causal))
-            wanted = [tokens, *(p for p in router.parameters() if p.requires_grad)]
-            grads = torch.autograd.grad(objective(routing), wanted, allow_unused=True, materialize_grads=True)
-            results.append((routing, grads))
-        (got, got_grads), (expected, expected_grads) = results
+        outcomes = []
+        for run in (lambda router: router, lambda router: partial(reference, router)):
+            tokens = subject.tokens(3, length).requires_grad_()
+            batch = tokens, subject.context(tokens, token_mask, causal=causal)
+            outcomes.append(subject.outcome(batch, training=training, run=run))
+        got, expected = outcomes
         what = f"with {length} tokens, {pad} of them padding, causal={causal}, training={training}"
-        assert not differing(got, expected).any(), f"the routing differs from the naive reference {what}"
-        assert got.losses.keys() == expected.losses.keys(), f"losses {list(got.losses)}, expected {list(expected.losses)}"
-        for name, value in got.losses.items():
-            torch.testing.assert_close(value, expected.losses[name], msg=f"loss {name} differs {what}")
-        largest = max(float(grad.norm()) for grad in expected_grads)
-        for mine, theirs in zip(got_grads, expected_grads, strict=True):
+        assert not differing(got.routing, expected.routing).any(), f"the routing differs from the naive reference {what}"
+        mine, theirs = got.routing.losses, expected.routing.losses
+        assert mine.keys() == theirs.keys(), f"losses {list(mine)}, expected {list(theirs)}"
+        for name, value in mine.items():
+            torch.testing.assert_close(value, theirs[name], msg=f"loss {name} differs {what}")
+        largest = max(float(gradient.norm()) for gradient in expected.gradients.values())
+        for name, gradient in expected.gradients.items():
             # A gradient much smaller than the others (of a temperature, say) is the difference of large terms.
-            error = (mine - theirs).norm() / theirs.norm().clamp_min(max(0.1 * largest, 1e-6))
+            error = (got.gradients[name] - gradient).norm() / gradient.norm().clamp_min(max(0.1 * largest, 1e-6))
             assert error <= GRADIENT_TOLERANCE, f"gradients differ from the naive reference by {error:.1e} {what}"
 
 
-def determinism(subject: RouterUnderTest) -> None:
+def check_determinism(subject: RouterUnderTest) -> None:
     """Check that the same seed gives exactly the same routing, losses and gradients."""
-    tokens = subject.tokens()
-    runs = []
-    for _ in range(2):
-        torch.manual_seed(3)
-        router, x = subject.build(), tokens.clone().requires_grad_()
-        router.losses = Losses(balance=0.1, z=0.1)
-        routing = router(x, subject.context(x))
-        objective(routing).backward()
-        again = router.eval()(tokens, subject.context(tokens))
-        grads = [value.grad for value in (x, *router.parameters()) if value.grad is not None]
-        runs.append([routing.gates, routing.experts, routing.weights, routing.loss, again.experts, again.weights, *grads])
-    for first, second in zip(*runs, strict=True):
-        assert torch.equal(first, second), "two runs with one seed differ"
+    for training in (True, False):
+        outcomes = []
+        for _ in range(2):
+            tokens = subject.tokens().requires_grad_()
+            batch = tokens, subject.context(tokens)
+            outcomes.append(subject.outcome(batch, training=training, losses=Losses(balance=0.1, z=0.1)))
+        first, second = outcomes
+        for name in ("gates", "experts", "weights"):
+            is_equal = torch.equal(getattr(first.routing, name), getattr(second.routing, name))
+            assert is_equal, f"a second run with the same seed changes the {name}"
+        second.require_equal(first, "a second run with the same seed", exactly=True)
 
 
-def ties(subject: RouterUnderTest) -> None:
+def check_ties(subject: RouterUnderTest) -> None:
     """Check that of experts with equal levels the one with the lower index is selected first."""
     router, tokens = subject.build().eval(), subject.tokens(4, 33)
     if router.select.declares.fixed_sets:
         raise NotApplicable("it does not select by gates")
-    router.score = _Rounded(router.score)
+    router.score.register_forward_hook(lambda score, given, logits: (logits * 2).round() / 2)  # so that experts tie
     routing = router(tokens, subject.context(tokens))
     _require_lower_index(router.select, router.scores_from(routing), routing.experts.unsqueeze(0), "a tie")
     if router.informers:  # informed gates do not tie: round them, too
@@ -203,27 +202,25 @@ def _require_lower_index(select: Selector, scores: Scores, experts: Tensor, tie:
     assert torch.equal(experts[used], order[used]), broken
 
 
-class _Rounded(Score):
-    """Another score, rounded to multiples of 1/2, so that experts tie."""
-
-    def __init__(self, score: Score) -> None:
-        super().__init__()
-        self.score, self.dim, self.experts, self.traits = score, score.dim, score.experts, score.traits
-        self.slots = score.slots
-
-    def forward(self, tokens: Tensor, context: Context) -> Tensor:
-        return (self.score(tokens, context) * 2).round() / 2
-
-
-def causality(subject: RouterUnderTest) -> None:
+def check_causality(subject: RouterUnderTest) -> None:
     """Check that later tokens change the routing of earlier ones, in a causal context, only if causality is not declared.
 
     Training traits are tested with batches that do not overflow (`SelectorDeclarations.overflow`).
     """
-    for training in (False, True):
-        batches = subject.tokens(), subject.crowded_tokens()
-        moved = any(_later_tokens_matter(subject, tokens, training) for tokens in batches)
-        _declared(subject, "causal", not moved, "a later token changes the routing of earlier tokens", training)
+    otherwise = "a later token changes the routing of earlier tokens"
+    _check_trait(subject, "causal", _later_tokens_matter, otherwise, (False, True))
+
+
+def _check_trait(subject: RouterUnderTest, trait: str, matters: Matters, otherwise: str, modes: Sequence[bool]) -> None:
+    """Check a trait in evaluation and in training, where `modes` has these.
+
+    There are more batches if it is not declared: what is one choice for a whole batch, such as a head, differs for some.
+    """
+    for training in modes:
+        more = 0 if _declares(subject, trait, training) else 16
+        batches = [subject.tokens(), subject.crowded_tokens(), *(subject.uneven_tokens(seed) for seed in range(more))]
+        moved = any(matters(subject, tokens, training) for tokens in batches)
+        _declared(subject, trait, not moved, otherwise, training)
 
 
 def _later_tokens_matter(subject: RouterUnderTest, tokens: Tensor, training: bool) -> bool:
@@ -239,7 +236,7 @@ def _later_tokens_matter(subject: RouterUnderTest, tokens: Tensor, training: boo
     return bool(differing(before, after, weights_within=STEEP).any())
 
 
-def sequence_awareness(subject: RouterUnderTest) -> None:
+def check_sequence_awareness(subject: RouterUnderTest) -> None:
     """Check that earlier tokens change the routing of the last one only if sequence awareness is declared."""
     router, tokens = subject.build().eval(), subject.tokens()
     if not router.traits.batch_invariant:
@@ -254,7 +251,7 @@ def sequence_awareness(subject: RouterUnderTest) -> None:
     _declared(subject, "sequence_aware", moved, "other tokens of the sequence change nothing")
 
 
-def padding(subject: RouterUnderTest) -> None:
+def check_padding(subject: RouterUnderTest) -> None:
     """Check that padding, whatever its values, does not change the routing, losses, state or gradients of real tokens."""
     tokens, real = subject.tokens(), _right_padding(3, 17, 5)
     other = tokens.where(real.unsqueeze(-1), 100 * subject.tokens(seed=1))
@@ -280,57 +277,36 @@ def _same_real_tokens(
     subject: RouterUnderTest, one: tuple[Tensor, Tensor | None], other: tuple[Tensor, Tensor | None], training: bool
 ) -> None:
     """Check that two batches with the same real tokens and different padding give the same results."""
-    outcomes = []
-    length = min(one[0].shape[1], other[0].shape[1])
-    for x, real in (one, other):
-        torch.manual_seed(5)
-        router = subject.build().train(training)
-        router.losses = Losses(**dict.fromkeys(TERMS, 1.0))
-        routing = router(x, subject.context(x, real))
-        kept = _part(routing, x.shape[:2], slice(None), slice(0, length))
-        outcomes.append((kept, routing.losses, state_of(router.eval())))
-    (first, losses, state), (second, other_losses, other_state) = outcomes
-    moved = differing(first, second, weights_within=STEEP)
+    outcomes, kept, length = [], [], min(one[0].shape[1], other[0].shape[1])
+    for tokens, real in (one, other):
+        found = subject.outcome((tokens, subject.context(tokens, real)), training=training, losses=ALL_LOSSES)
+        outcomes.append(replace(found, gradients={}))
+        kept.append(_part(found.routing, tokens.shape[:2], slice(None), slice(0, length)))
+    moved = differing(*kept, weights_within=STEEP)
     if one[1] is not None:
         moved = moved & one[1].flatten()
     assert not moved.any(), f"{int(moved.sum())} real tokens change with the padding (training={training})"
-    for name in losses:
-        torch.testing.assert_close(losses[name], other_losses[name], msg=f"padding changes the loss {name}")
-    for name, value in state.items():
-        torch.testing.assert_close(value, other_state[name], msg=f"padding changes the state {name}")
+    outcomes[1].require_equal(outcomes[0], "padding")
 
 
 def _nan_in_padding(subject: RouterUnderTest, tokens: Tensor, real: Tensor) -> None:
     """Check that NaN in padding, of tokens and of the whole context, changes no loss, state or gradient."""
     outcomes = []
     for value in (0.0, torch.nan):
-        torch.manual_seed(5)
-        router, x = subject.build(), fill_padding(tokens, real, value).requires_grad_()
-        router.losses = Losses(**dict.fromkeys(TERMS, 1.0))
-        context = with_padding(subject.context(tokens, real), real, value)
-        routing = router(x, context)
-        own = routing.dense_weights.where(real.view(-1, 1), 0.0)
-        total = (own * torch.linspace(-1, 1, own.shape[1])).sum() + routing.loss
-        total = total if total.requires_grad else total.requires_grad_()  # the routing of `hash` has no gradient
-        wanted = {"tokens": x, **{name: p for name, p in router.named_parameters() if p.requires_grad}}
-        grads = torch.autograd.grad(total, list(wanted.values()), allow_unused=True, materialize_grads=True)
-        results = {f"the gradient of {name}": grad for name, grad in zip(wanted, grads, strict=True)}
-        results |= {f"the state {name}": state for name, state in state_of(router.eval()).items()}
-        outcomes.append({"the loss": routing.loss, **results})
-    for name, expected in outcomes[0].items():
-        torch.testing.assert_close(outcomes[1][name], expected, msg=f"NaN in padding changes {name}")
+        batch = fill_padding(tokens, real, value), with_padding(subject.context(tokens, real), real, value)
+        outcomes.append(subject.outcome(batch, losses=ALL_LOSSES, real=real))
+    zeros, with_nan = outcomes
+    with_nan.require_equal(zeros, "NaN in padding")
 
 
-def batch_invariance(subject: RouterUnderTest) -> None:
+def check_batch_invariance(subject: RouterUnderTest) -> None:
     """Check that other sequences and padding change the routing of a token only if invariance is not declared.
 
     Training traits are tested with batches that do not overflow (`SelectorDeclarations.overflow`).
     """
-    for training in (False, True):
-        if not (training and _draws(subject)):  # more tokens draw other random numbers
-            moved = any(_others_matter(subject, tokens, training) for tokens in (subject.tokens(), subject.crowded_tokens()))
-            otherwise = "other sequences or padding change the routing of a token"
-            _declared(subject, "batch_invariant", not moved, otherwise, training)
+    otherwise = "other sequences or padding change the routing of a token"
+    modes = (False,) if _draws(subject) else (False, True)  # more tokens draw other random numbers
+    _check_trait(subject, "batch_invariant", _others_matter, otherwise, modes)
 
 
 def _others_matter(subject: RouterUnderTest, tokens: Tensor, training: bool) -> bool:
@@ -353,7 +329,7 @@ def _others_matter(subject: RouterUnderTest, tokens: Tensor, training: bool) -> 
     return bool(moved)
 
 
-def cached_decoding(subject: RouterUnderTest) -> str:
+def check_cached_decoding(subject: RouterUnderTest) -> str:
     """Check that a prompt and then one token at a time, with a cache, gives the routing of one forward, if declared."""
     router, tokens = subject.build().eval(), subject.tokens(2, DECODING_STEPS)
     context = subject.context(tokens, causal=True)
@@ -370,7 +346,7 @@ def cached_decoding(subject: RouterUnderTest) -> str:
     return f"{undecided} of {full.chosen.shape[0]} tokens were numerically undecided"
 
 
-def float32_routing(subject: RouterUnderTest) -> None:
+def check_float32_routing(subject: RouterUnderTest) -> None:
     """Check that routing is float32 under autocast, in a bfloat16 model and with a lower matmul precision."""
     tokens = subject.tokens()
     expected = subject.build().eval()(tokens, subject.context(tokens))
@@ -415,12 +391,16 @@ def _raises_value_error(what: str, naming: str | None = None) -> Iterator[None]:
 
 def _declared(subject: RouterUnderTest, trait: str, observed: bool, otherwise: str, training: bool = False) -> None:
     """Check that a trait is declared if and only if it is `observed`; `otherwise` says what was seen if it is not."""
-    router = subject.prototype
     name = f"{trait} in training" if training else trait
-    if getattr(router.training_traits if training else router.traits, trait):
+    if _declares(subject, trait, training):
         assert observed, f"it declares the trait {name}, but {otherwise}"
     else:
         assert not observed, f"it does not declare the trait {name}, but has it here: declare it"
+
+
+def _declares(subject: RouterUnderTest, trait: str, training: bool) -> bool:
+    router = subject.prototype
+    return bool(getattr(router.training_traits if training else router.traits, trait))
 
 
 def _right_padding(sequences: int, length: int, padded: int) -> Tensor:
@@ -435,11 +415,11 @@ def _part(routing: Routing, shape: torch.Size, sequences: slice, positions: slic
     return routing.map_tokens(lambda rows: rows.unflatten(0, shape)[sequences, positions].flatten(0, 1))
 
 
-def save_and_load(subject: RouterUnderTest) -> None:
+def check_save_and_load(subject: RouterUnderTest) -> None:
     """Check that a router loaded from saved state returns exactly the routing of the saved one, and has the same state."""
     trained, tokens = subject.build(), subject.tokens()
-    for seed in range(3):
-        trained(subject.tokens(seed=seed), subject.context(subject.tokens(seed=seed)))
+    for batch in subject.batches(3):
+        trained(*batch)
     with torch.no_grad():
         for parameter in trained.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -457,19 +437,19 @@ def save_and_load(subject: RouterUnderTest) -> None:
         assert torch.equal(value, state[name]), f"{name} differs after saving and loading"
 
 
-def evaluation_keeps_state(subject: RouterUnderTest) -> None:
+def check_evaluation_keeps_state(subject: RouterUnderTest) -> None:
     """Check that forwards in evaluation change no buffer."""
-    router, tokens = subject.build(), subject.tokens()
-    router(tokens, subject.context(tokens))
+    router, (first, *others) = subject.build(), subject.batches(3)
+    router(*first)
     router.eval()
     before = state_of(router)
-    for seed in (1, 2):
-        router(subject.tokens(seed=seed), subject.context(subject.tokens(seed=seed)))
+    for batch in others:
+        router(*batch)
     for name, value in state_of(router).items():
         assert torch.equal(value, before[name]), f"evaluation changed {name}"
 
 
-def no_inert_coefficient(subject: RouterUnderTest) -> None:
+def check_no_inert_coefficient(subject: RouterUnderTest) -> None:
     """Check that every loss coefficient, of the router and of its parts, changes a gradient when it is not 0.
 
     If a selector declares equal loads, the losses that count tokens must not change one.
@@ -478,90 +458,60 @@ def no_inert_coefficient(subject: RouterUnderTest) -> None:
     if not subject.build()(tokens.clone().requires_grad_(), subject.context(tokens)).gates.requires_grad:
         raise NotApplicable("its routing has no gradient")
 
-    def gradients(change: str | None) -> list[Tensor]:
-        torch.manual_seed(9)
-        router, x = subject.build(), tokens.clone().requires_grad_()
-        router.losses = Losses(**{change: 1.0}) if change in TERMS else None
-        for part in router.all_parts:
-            for name in part.coefficients:
-                held, value = getattr(part, name), float(name == change)
-                setattr(part, name, held.fill_(value) if isinstance(held, Tensor) else value)
-        wanted = [x, *(p for p in router.parameters() if p.requires_grad)]
-        total = objective(router(x, subject.context(tokens)))
-        return list(torch.autograd.grad(total, wanted, allow_unused=True, materialize_grads=True))
+    def gradients_with(change: str | None) -> dict[str, Tensor]:
+        def with_coefficients(router: Router) -> Router:
+            router.losses = Losses(**{change: 1.0}) if change in TERMS else None
+            for part in router.all_parts:
+                for name in part.coefficients:
+                    held, value = getattr(part, name), float(name == change)
+                    setattr(part, name, held.fill_(value) if isinstance(held, Tensor) else value)
+            return router
 
-    without = gradients(None)
+        return subject.outcome((tokens, subject.context(tokens)), run=with_coefficients).gradients
+
+    without = gradients_with(None)
     # In a layer that runs every expert for every sequence, the loads are equal whatever the router does.
     select = subject.prototype.select
     inert = COUNTING if select.declares.equal_loads or select.layer_kind != "moe" else ()
     for change in [*TERMS, *(name for part in subject.prototype.all_parts for name in part.coefficients)]:
-        moved = max(float((a - b).abs().max()) for a, b in zip(gradients(change), without, strict=True))
+        moved = max(float((value - without[name]).abs().max()) for name, value in gradients_with(change).items())
         if change in inert:
             assert moved < ROUNDING, f"it declares equal loads, but the coefficient of {change!r} changes a gradient"
         else:
             assert moved, f"the coefficient of {change!r} changes no gradient"
 
 
-def no_inert_parameter(subject: RouterUnderTest) -> None:
+def check_no_inert_parameter(subject: RouterUnderTest) -> None:
     """Check that every trainable parameter gets a gradient that is not zero."""
-    router, tokens = subject.build(), subject.tokens()
-    if not any(parameter.requires_grad for parameter in router.parameters()):
+    found = subject.outcome(*subject.batches(1)).gradients
+    del found["tokens"]
+    if not found:
         raise NotApplicable("it has no parameters")
-    objective(router(tokens, subject.context(tokens))).backward()
-    for name, parameter in router.named_parameters():
-        if parameter.requires_grad:
-            assert parameter.grad is not None and parameter.grad.abs().sum() > 0, f"{name} gets no gradient"
+    for name, gradient in found.items():
+        assert gradient.abs().sum() > 0, f"{name} gets no gradient"
 
 
-def activation_checkpointing(subject: RouterUnderTest) -> None:
+def check_activation_checkpointing(subject: RouterUnderTest) -> None:
     """Check that activation checkpointing gives the same gradients and the same state."""
-    outcomes = []
-    for recompute in (False, True):
-        router = subject.build()
-        router.losses = Losses(balance=0.1)
-        grads = []
-        for seed in range(3):
-            torch.manual_seed(seed)
-            x = subject.tokens(seed=seed).requires_grad_()
-            context = subject.context(x.detach())
-            forward = lambda y, r=router, c=context: objective(r(y, c))  # noqa: E731
-            total = checkpoint(forward, x, use_reentrant=False) if recompute else forward(x)
-            total.backward()
-            grads.append(x.grad)
-        grads += [p.grad for p in router.parameters() if p.grad is not None]
-        outcomes.append((grads, state_of(router.eval())))
-    (plain, plain_state), (again, again_state) = outcomes
-    for first, second in zip(plain, again, strict=True):
-        torch.testing.assert_close(first, second, msg="recomputation changes a gradient")
-    for name, value in plain_state.items():
-        assert torch.equal(value, again_state[name]), f"recomputation counted twice in {name}"
+    how: dict[str, Any] = {"losses": Losses(balance=0.1)}
+    plain = subject.outcome(*subject.batches(3), **how)
+    again = subject.outcome(*subject.batches(3), **how, run=lambda router: partial(checkpoint, router, use_reentrant=False))
+    again.require_equal(plain, "recomputation", exactly=True)
 
 
-def compile_whole(subject: RouterUnderTest) -> None:
+def check_compile(subject: RouterUnderTest) -> None:
     """Check that `torch.compile` makes one graph, with the routing, losses, gradients and state of eager mode."""
+    compiled = partial(torch.compile, fullgraph=True, backend="aot_eager")
     for training in (True, False):
-        outcomes = []
-        for compiled in (False, True):
-            torch.compiler.reset()
-            router = subject.build().train(training)
-            forward = torch.compile(router, fullgraph=True, backend="aot_eager") if compiled else router
-            for seed in range(2):
-                torch.manual_seed(seed)
-                tokens = subject.tokens(seed=seed).requires_grad_()
-                routing = forward(tokens, subject.context(tokens.detach()))
-                grads = torch.autograd.grad(objective(routing), tokens, allow_unused=True, materialize_grads=True)
-            outcomes.append((routing, grads[0], state_of(router.eval())))
-        (eager, eager_grad, eager_state), (graph, graph_grad, graph_state) = outcomes
-        assert not differing(graph, eager, weights_within=STEEP).any(), (
-            f"the compiled routing differs from the eager one (training={training})"
-        )
-        torch.testing.assert_close(graph.loss, eager.loss, msg="the compiled loss differs")
-        torch.testing.assert_close(graph_grad, eager_grad, msg="compiled gradients differ")
-        for name, value in eager_state.items():
-            torch.testing.assert_close(graph_state[name], value, msg=f"compiled state {name} differs")
+        torch.compiler.reset()
+        eager = subject.outcome(*subject.batches(2), training=training)
+        graph = subject.outcome(*subject.batches(2), training=training, run=compiled)
+        moved = differing(graph.routing, eager.routing, weights_within=STEEP).any()
+        assert not moved, f"the compiled routing differs from the eager one (training={training})"
+        graph.require_equal(eager, "compilation")
 
 
-def second_derivatives(subject: RouterUnderTest) -> str | None:
+def check_second_derivatives(subject: RouterUnderTest) -> str | None:
     """Check that second derivatives are right, or raise an error that says so. Gradient penalties need them.
 
     The derivative of the gradient along a direction is compared with that of the naive reference; without a reference, with
@@ -580,8 +530,8 @@ def second_derivatives(subject: RouterUnderTest) -> str | None:
     if subject.reference is None:
         _compare_with_differences(subject)
         return None
-    reference, slow = subject.reference, subject.build().eval()
-    naive = lambda x, context: reference(slow, x, context)  # noqa: E731
+    slow = subject.build().eval()
+    naive = partial(subject.reference, slow)
     expected = _derivative(slow, naive, tokens, subject.context(tokens), _directions(slow, tokens))
     error = _largest_error(got, expected)
     assert error <= REFERENCE_TOLERANCE, f"second derivatives differ from the naive reference by {error:.1%}"
@@ -597,68 +547,59 @@ def _compare_with_differences(subject: RouterUnderTest) -> None:
         differences = []
         for step in STEPS:
             above, below = (_after_step(router, tokens, context, along, by)[1] for by in (step, -step))
-            differences.append([(high - low) / (2 * step) for high, low in zip(above, below, strict=True)])
+            differences.append({name: (above[name] - below[name]) / (2 * step) for name in along})
         coarse, fine = differences
         if _largest_error(coarse, fine) > DIFFERENCE_TOLERANCE / 2:
             continue  # a token flips, or a gate becomes 0, within a step
         error = _largest_error(_derivative(router, router, tokens, context, along), fine)
         assert error <= DIFFERENCE_TOLERANCE, f"second derivatives differ from differences of gradients by {error:.1%}"
         return
-    raise NotApplicable(
-        "its gradient is not continuous, or not the derivative of its output; pass a naive reference to compare with"
-    )
+    raise NotApplicable("its gradient is not continuous, or not the derivative of its output; pass a naive reference")
 
 
-def _trainable(router: Router) -> list[Tensor]:
-    return [parameter for parameter in router.parameters() if parameter.requires_grad]
-
-
-def _directions(router: Router, tokens: Tensor) -> list[Tensor]:
+def _directions(router: Router, tokens: Tensor) -> dict[str, Tensor]:
+    """Return random directions in which tokens and trainable parameters are moved, by name."""
     generator = torch.Generator().manual_seed(11)
-    return [torch.randn(value.shape, generator=generator) for value in (tokens, *_trainable(router))]
+    moved = {"tokens": tokens, **{name: each for name, each in router.named_parameters() if each.requires_grad}}
+    return {name: torch.randn(value.shape, generator=generator) for name, value in moved.items()}
 
 
 def _derivative(
-    router: Router, compute: Callable[..., Routing], tokens: Tensor, context: Context, along: Sequence[Tensor]
-) -> list[Tensor]:
+    router: Router, compute: Callable[..., Routing], tokens: Tensor, context: Context, along: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """Return the derivative, along a direction, of the gradients of tokens and parameters."""
-    inputs = [tokens.clone().requires_grad_(), *_trainable(router)]
-    total = objective(compute(inputs[0], context))
-    grads = torch.autograd.grad(total, inputs, create_graph=True, allow_unused=True, materialize_grads=True)
-    slope = torch.stack([(grad * way).sum() for grad, way in zip(grads, along, strict=True)]).sum()
-    if not slope.requires_grad:
-        return [torch.zeros_like(value) for value in inputs]
-    return list(torch.autograd.grad(slope, inputs, allow_unused=True, materialize_grads=True))
+    leaf = tokens.clone().requires_grad_()
+    found = gradients(objective(compute(leaf, context)), leaf, router, create_graph=True)
+    slope = torch.stack([(found[name] * way).sum() for name, way in along.items()]).sum()
+    return gradients(slope, leaf, router)
 
 
 def _after_step(
-    router: Router, tokens: Tensor, context: Context, along: Sequence[Tensor], step: float
-) -> tuple[float, list[Tensor]]:
-    """Return the objective and its gradients after a step in a direction."""
-    moved, x = copy.deepcopy(router), (tokens + step * along[0]).requires_grad_()
-    wanted = _trainable(moved)
+    router: Router, tokens: Tensor, context: Context, along: Mapping[str, Tensor], step: float
+) -> tuple[float, dict[str, Tensor]]:
+    """Return the objective and its gradients after a step in a direction; what has none stays."""
+    moved, leaf = copy.deepcopy(router), tokens.clone()
     with torch.no_grad():
-        for parameter, way in zip(wanted, along[1:], strict=True):
-            parameter.add_(way, alpha=step)
-    total = objective(moved(x, context))
-    grads = torch.autograd.grad(total, [x, *wanted], allow_unused=True, materialize_grads=True)
-    return float(total.detach()), list(grads)
+        for name, value in [("tokens", leaf), *moved.named_parameters()]:
+            if name in along:
+                value.add_(along[name], alpha=step)
+    total = objective(moved(leaf.requires_grad_(), context))
+    return float(total.detach()), gradients(total, leaf, moved)
 
 
-def _has_true_gradient(router: Router, tokens: Tensor, context: Context, along: Sequence[Tensor]) -> bool:
+def _has_true_gradient(router: Router, tokens: Tensor, context: Context, along: Mapping[str, Tensor]) -> bool:
     """Return whether the gradient of each tensor is the derivative of the output along its own direction."""
-    _, grads = _after_step(router, tokens, context, along, 0.0)
-    for index, (grad, way) in enumerate(zip(grads, along, strict=True)):
-        alone = [way if index == other else torch.zeros_like(each) for other, each in enumerate(along)]
-        above, below = (_after_step(router, tokens, context, alone, by)[0] for by in (STEPS[0], -STEPS[0]))
-        difference, slope = (above - below) / (2 * STEPS[0]), float((grad * way).sum())
-        if abs(difference - slope) > 0.02 * float(grad.norm()) + 1e-3:
+    _, found = _after_step(router, tokens, context, along, 0.0)
+    for name, way in along.items():
+        above, below = (_after_step(router, tokens, context, {name: way}, by)[0] for by in (STEPS[0], -STEPS[0]))
+        difference, slope = (above - below) / (2 * STEPS[0]), float((found[name] * way).sum())
+        if abs(difference - slope) > 0.02 * float(found[name].norm()) + 1e-3:
             return False
     return True
 
 
-def _largest_error(got: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+def _largest_error(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
     """Return the largest error of a tensor, relative to its norm or, if that is small, to a tenth of the largest norm."""
-    largest = max(float(value.norm()) for value in expected)
-    sizes = [max(float(value.norm()), 0.1 * largest, 1e-2) for value in expected]
-    return max(float((mine - theirs).norm()) / size for mine, theirs, size in zip(got, expected, sizes, strict=True))
+    norms = {name: float(value.norm()) for name, value in expected.items()}
+    least = max(0.1 * max(norms.values()), 1e-2)
+    return max(float((got[name] - value).norm()) / max(norms[name], least) for name, value in expected.items())

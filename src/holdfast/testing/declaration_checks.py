@@ -15,7 +15,14 @@ from holdfast.certificates import NoCertificate, certify
 from holdfast.kernels import fp32_linear, grouped, token_mixing  # noqa: F401  (they define the operators)
 from holdfast.routing import Context, Router, RouterCache, Routing
 from holdfast.routing.declarations import FLOAT, LayerSizes
-from holdfast.testing.router_under_test import HEADS, STEEP, WIDTH, NotApplicable, RouterUnderTest, objective, state_of
+from holdfast.testing.router_under_test import (
+    HEADS,
+    STEEP,
+    WIDTH,
+    NotApplicable,
+    RouterUnderTest,
+    gradients,
+)
 
 LENGTH = 17
 NUMBER = 4  # bytes: tokens here are float32
@@ -26,7 +33,7 @@ DIRECTIONS = 24
 BISECTIONS = 22  # then two inputs differ by about one rounding
 
 
-def cost(subject: RouterUnderTest) -> None:
+def check_declared_cost(subject: RouterUnderTest) -> None:
     """Check that declared cached bytes and bytes that ranks exchange equal the counted ones.
 
     Check that those kept for the backward are about as many as autograd saves; devices and kernels save different tensors.
@@ -43,13 +50,11 @@ def cost(subject: RouterUnderTest) -> None:
         counted["cached"] = cache.bytes / (2 * LENGTH)  # for a token
     for name, count in counted.items():
         total = sum(getattr(cost, name) for cost in costs)
-        assert abs(total - count) <= 1e-9 * max(total, count), (
-            f"the declared cost ({name}) is {total:g} bytes, but the counted cost is {count:g}"
-        )
+        differs = f"the declared cost ({name}) is {total:g} bytes, but the counted cost is {count:g}"
+        assert abs(total - count) <= 1e-9 * max(total, count), differs
     kept, saved, few = sum(cost.kept for cost in costs), _saved_bytes(subject), 4 * FLOAT * sizes.experts
-    assert saved <= KEPT_WITHIN * kept + few and kept <= KEPT_WITHIN * saved + few, (
-        f"the declared cost (kept) is {kept:g} bytes for a token, but autograd saves {saved:g}"
-    )
+    is_about = saved <= KEPT_WITHIN * kept + few and kept <= KEPT_WITHIN * saved + few
+    assert is_about, f"the declared cost (kept) is {kept:g} bytes for a token, but autograd saves {saved:g}"
 
 
 def _layer_sizes(router: Router) -> LayerSizes:
@@ -110,7 +115,7 @@ def _exchanged_bytes(subject: RouterUnderTest) -> tuple[int, float]:
     return sum(sent), sum(gathered) / (2 * LENGTH)
 
 
-def fixed_sets(subject: RouterUnderTest) -> None:
+def check_declared_fixed_sets(subject: RouterUnderTest) -> None:
     """Check that other tokens in the same context change sets, and logits, if and only if the router does not declare it."""
     router, tokens = subject.build().eval(), subject.tokens()
     context = subject.context(tokens)
@@ -123,7 +128,7 @@ def fixed_sets(subject: RouterUnderTest) -> None:
     assert router.score.declares.reads_tokens == differs, "`reads_tokens` of the score is not what other tokens show"
 
 
-def active_experts(subject: RouterUnderTest) -> None:
+def check_declared_number_of_experts(subject: RouterUnderTest) -> None:
     """Check that no token uses more experts than declared; without a remark, every token uses the declared number.
 
     Check that a training batch uses no more rows than the selector declares.
@@ -140,20 +145,18 @@ def active_experts(subject: RouterUnderTest) -> None:
     routing = router(tokens, subject.context(tokens))
     if routing.rows is not None:
         rows = float(routing.rows.mean())
-        assert abs(declared.inference - rows) <= 1e-6 * rows, (
-            f"it declares {declared.inference:g} rows for a token, but its routing has {rows:g}"
-        )
+        differs = f"it declares {declared.inference:g} rows for a token, but its routing has {rows:g}"
+        assert abs(declared.inference - rows) <= 1e-6 * rows, differs
         return
     used = routing.used.sum(-1)
     most = int(used.max())
     assert most <= declared.slots, f"it declares {declared.slots} slots, but a token uses {most} experts"
     if not declared.about:
-        assert bool((used == declared.inference).all()), (
-            f"it declares {declared.inference:g} experts per token, but a token uses {most}"
-        )
+        differs = f"it declares {declared.inference:g} experts per token, but a token uses {most}"
+        assert bool((used == declared.inference).all()), differs
 
 
-def replay(subject: RouterUnderTest) -> None:
+def check_replay(subject: RouterUnderTest) -> None:
     """Check that a router that replays its own routes returns what it returned, and that foreign sets are used as recorded.
 
     Tokens without a record are live. Gradients are finite, and state is what it would be without a record.
@@ -175,23 +178,19 @@ def replay(subject: RouterUnderTest) -> None:
         moved = (tokens + 0.5 * subject.tokens(seed=3)).requires_grad_()
         foreign = live.experts.view(*tokens.shape[:2], -1).clone()
         foreign[0] = -1
-        first, second = subject.build().train(training), subject.build().train(training)
-        torch.manual_seed(1)
-        alone = first(moved, subject.context(moved))
-        torch.manual_seed(1)
-        replayed = second(moved, replace(subject.context(moved), replayed=foreign))
-        count = tokens.shape[1]
-        assert torch.equal(replayed.chosen[count:], live.chosen[count:]), "the recorded sets are not used"
-        assert torch.equal(replayed.weights[:count, : alone.weights.shape[1]], alone.weights[:count]), (
-            "a token without a record is not routed live"
-        )
-        gradient = torch.autograd.grad(objective(replayed), moved, allow_unused=True)[0]
-        assert gradient is None or bool(gradient.isfinite().all()), "replay gives a gradient that is not finite"
-        for name, state in state_of(first).items():
-            assert torch.equal(state, state_of(second)[name]), f"replay changes what the router learns ({name})"
+        alone = subject.outcome((moved, subject.context(moved)), training=training)
+        replayed = subject.outcome((moved, replace(subject.context(moved), replayed=foreign)), training=training)
+        count, unrecorded = tokens.shape[1], alone.routing.weights
+        assert torch.equal(replayed.routing.chosen[count:], live.chosen[count:]), "the recorded sets are not used"
+        is_live = torch.equal(replayed.routing.weights[:count, : unrecorded.shape[1]], unrecorded[:count])
+        assert is_live, "a token without a record is not routed live"
+        is_finite = bool(replayed.gradients["tokens"].isfinite().all())
+        assert is_finite, "replay gives a gradient that is not finite"
+        for name, state in alone.state.items():
+            assert torch.equal(state, replayed.state[name]), f"replay changes what the router learns ({name})"
 
 
-def held_weights(subject: RouterUnderTest) -> None:
+def check_held_weights(subject: RouterUnderTest) -> None:
     """Check that held weights of the live set are exactly the live weights, and that they have gradients.
 
     If the set of a first input is held, the part of the change to a second input that flips cause is 0 for tokens that keep
@@ -212,20 +211,22 @@ def held_weights(subject: RouterUnderTest) -> None:
     stayed = Routing(second.logits, second.gates, first.experts, held).dense_weights
     kept = (first.chosen == second.chosen).all(-1)
     assert bool((second.dense_weights == stayed)[kept].all()), "tokens that keep their set have a flip part"
-    _require_continuous(router, before, after.detach(), subject.context(before))
+    if router.select.gate.continuous or not router.informed:  # held weights after an informer are gates
+        _require_continuous(router, before, after.detach(), subject.context(before))
     plain = Routing(second.logits, second.gates, second.experts, second.weights / 2.5)
     router.scale = 1.0
-    torch.testing.assert_close(
-        2.5 * router.held_weights(first.experts, plain), held, msg="held weights do not include the scale"
+    scaled = 2.5 * router.held_weights(first.experts, plain)
+    torch.testing.assert_close(scaled, held, msg="held weights do not include the scale")
+    found, expected = (
+        gradients(_tilted_sum(weights), after, router, retain_graph=True) for weights in (live, second.weights)
     )
-    wanted = [after, *(parameter for parameter in router.parameters() if parameter.requires_grad)]
-    expected = _gradients(second.weights, wanted)
-    for mine, theirs in zip(_gradients(live, wanted), expected, strict=True):
-        assert torch.equal(mine, theirs), "gradients through held weights of the live set are not those of the live weights"
+    for name, gradient in found.items():
+        is_equal = torch.equal(gradient, expected[name])
+        assert is_equal, "gradients through held weights of the live set are not those of the live weights"
     moved = (first.chosen != second.chosen).any(-1) & (second.chosen & first.chosen).any(-1)
-    if bool(moved.any()) and any(bool(grad.any()) for grad in expected):
-        grads = _gradients(held[moved], wanted)
-        assert any(bool(grad.any()) for grad in grads), "held weights have no gradient in the scores"
+    if bool(moved.any()) and any(bool(gradient.any()) for gradient in expected.values()):
+        found = gradients(_tilted_sum(held[moved]), after, router)
+        assert any(bool(gradient.any()) for gradient in found.values()), "held weights have no gradient in the scores"
 
 
 @torch.no_grad()
@@ -248,15 +249,12 @@ def _require_continuous(router: Router, before: Tensor, after: Tensor, context: 
     assert jump <= STEEP, f"held weights change by {jump:.2g} at the point where the live set changes"
 
 
-def _gradients(weights: Tensor, wanted: list[Tensor]) -> tuple[Tensor, ...]:
-    """Return the gradients of a weighted sum of the weights: their plain sum may not depend on the scores."""
-    tilt = torch.linspace(0.5, 2.0, weights.numel()).view(weights.shape)
-    if not weights.requires_grad:
-        return tuple(torch.zeros_like(tensor) for tensor in wanted)
-    return torch.autograd.grad((weights * tilt).sum(), wanted, retain_graph=True, allow_unused=True, materialize_grads=True)
+def _tilted_sum(weights: Tensor) -> Tensor:
+    """Return a weighted sum of the weights: their plain sum may not depend on the scores."""
+    return (weights * torch.linspace(0.5, 2.0, weights.numel()).view(weights.shape)).sum()
 
 
-def certificate(subject: RouterUnderTest) -> str:
+def check_declared_certificate(subject: RouterUnderTest) -> str:
     """Check that no perturbation within the certified radius, random or along gradients, changes the set of a token."""
     router, tokens = subject.build().eval(), subject.tokens()
     context = subject.context(tokens)
@@ -291,19 +289,15 @@ def certificate(subject: RouterUnderTest) -> str:
         for other in range(router.experts):
             moved = tokens
             for _ in range(ATTACK_STEPS):
-                ahead = reach.unsqueeze(-1) / 4 * _unit(_towards(router, moved, context, other))
+                leaf = moved.detach().requires_grad_()
+                routing = router(leaf, context)
+                least = routing.gates.masked_fill(~routing.chosen, torch.inf).amin(-1)  # of the selected experts
+                gap = (routing.gates[:, other] - least.where(least.isfinite(), 0.0)).clamp_min(-1e6)
+                slope = torch.autograd.grad(gap.sum(), leaf)[0] if gap.requires_grad else torch.zeros_like(leaf)
+                ahead = reach.unsqueeze(-1) / 4 * _unit(slope)
                 moved = move(moved - tokens + ahead, reach, f"towards expert {other}")
     sure = float((radius > 0).float().mean())
     return f"{found.kind}; {sure:.0%} of the tokens have a radius"
-
-
-def _towards(router: Router, tokens: Tensor, context: Context, other: int) -> Tensor:
-    """Return the gradient of the gate of expert `other` minus the smallest gate of the selected experts."""
-    leaf = tokens.detach().requires_grad_()
-    routing = router(leaf, context)
-    least = routing.gates.masked_fill(~routing.chosen, torch.inf).amin(-1)
-    gap = (routing.gates[:, other] - least.where(least.isfinite(), 0.0)).clamp_min(-1e6)
-    return torch.autograd.grad(gap.sum(), leaf)[0] if gap.requires_grad else torch.zeros_like(leaf)
 
 
 def _unit(rows: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from holdfast.layers.losses import Losses
 from holdfast.routing import Attention, Context, Previous, Router, RouterCache, Routing, Selection
 
 TOLERANCE = 1e-5
@@ -26,6 +27,24 @@ class NotApplicable(Exception):
 
 
 @dataclass(frozen=True)
+class Outcome:
+    """What forwards and backwards gave: the last routing, the sum of the gradients of all batches, and the state."""
+
+    routing: Routing
+    gradients: dict[str, Tensor]
+    state: dict[str, Tensor]
+
+    def require_equal(self, other: "Outcome", cause: str, *, exactly: bool = False) -> None:
+        """Check that losses, gradients and state are equal but for rounding; with `exactly`, to the bit."""
+        tolerance: dict[str, Any] = {"rtol": 0.0, "atol": 0.0} if exactly else {}
+        losses = self.routing.losses, other.routing.losses
+        pairs = {"loss": losses, "gradient of": (self.gradients, other.gradients), "state": (self.state, other.state)}
+        for kind, (mine, theirs) in pairs.items():
+            for name, value in mine.items():
+                torch.testing.assert_close(value, theirs[name], msg=f"{cause} changes the {kind} {name}", **tolerance)
+
+
+@dataclass(frozen=True)
 class RouterUnderTest:
     """A router, its naive reference if there is one, and inputs for it."""
 
@@ -39,8 +58,36 @@ class RouterUnderTest:
     def route(self, tokens: Tensor, context: Context, training: bool) -> Routing:
         """Return the routing by a new copy of the router, with the same random numbers in each call."""
         torch.manual_seed(1)
-        routing: Routing = self.build().train(training)(tokens, context)
-        return routing
+        return self.build().train(training)(tokens, context)
+
+    def outcome(
+        self,
+        *batches: tuple[Tensor, Context],
+        training: bool = True,
+        losses: Losses | None = None,
+        run: Callable[[Router], Callable[[Tensor, Context], Routing]] = lambda router: router,
+        real: Tensor | None = None,
+    ) -> Outcome:
+        """Return what a forward and a backward of a new copy of the router give for each batch, always with the same seeds.
+
+        losses   instead of the router's own
+        run      returns what is called in the place of a router
+        real     (B,N): the tokens whose weights the backward starts at; None: all
+        """
+        router, summed = self.build().train(training), dict[str, Tensor]()
+        router.losses = router.losses if losses is None else losses
+        called = run(router)
+        for seed, (tokens, context) in enumerate(batches, 1):
+            torch.manual_seed(seed)
+            leaf = tokens if tokens.requires_grad else tokens.clone().requires_grad_()
+            routing = called(leaf, context)
+            for name, gradient in gradients(objective(routing, real), leaf, router).items():
+                summed[name] = summed[name] + gradient if name in summed else gradient
+        return Outcome(routing, summed, state_of(router.eval()))
+
+    def batches(self, count: int) -> list[tuple[Tensor, Context]]:
+        """Return so many batches of tokens, each with its context."""
+        return [(tokens, self.context(tokens)) for tokens in (self.tokens(seed=seed) for seed in range(count))]
 
     def overflows(self, tokens: Tensor, context: Context) -> bool:
         """Return whether tokens of this training batch lose experts for which the layer has no rows."""
@@ -67,6 +114,11 @@ class RouterUnderTest:
     def crowded_tokens(self, seed: int = 0) -> Tensor:
         """Return tokens that are similar to each other, so that most of them choose the same experts."""
         return self.tokens(seed=seed) + 2 * self.tokens(1, 1, seed=50)
+
+    def uneven_tokens(self, seed: int = 0) -> Tensor:
+        """Return tokens whose features have other sizes in every sequence, so that statistics of sequences differ much."""
+        tokens = self.tokens(seed=seed)
+        return tokens * self.tokens(len(tokens), 1, seed=seed + 100).mul(2).exp()
 
     def context(self, tokens: Tensor, token_mask: Tensor | None = None, *, causal: bool = False) -> Context:
         """Return a context with all that a model passes (attention, previous MoE layer, ids, ...), made from the tokens."""
@@ -132,48 +184,34 @@ def with_padding(context: Context, real: Tensor, value: float) -> Context:
     def flat(rows: Tensor) -> Tensor:
         return fill_padding(rows.unflatten(0, real.shape), real, value).flatten(0, 1)
 
+    filled: dict[str, Any] = {name: heads(getattr(attention, name)) for name in ("query", "key", "value")}
+    attention = replace(attention, **filled, output=fill_padding(attention.output, real, value))
     routing = previous.routing
-    return replace(
-        context,
-        attention=replace(
-            attention,
-            query=heads(attention.query),
-            key=heads(attention.key),
-            value=heads(attention.value),
-            output=fill_padding(attention.output, real, value),
-        ),
-        previous=Previous(
-            fill_padding(previous.tokens, real, value),
-            Routing(flat(routing.logits), flat(routing.gates), routing.experts, flat(routing.weights)),
-        ),
-    )
+    routing = Routing(flat(routing.logits), flat(routing.gates), routing.experts, flat(routing.weights))
+    return replace(context, attention=attention, previous=Previous(fill_padding(previous.tokens, real, value), routing))
 
 
 def steps(context: Context, start: int, end: int, cache: RouterCache) -> Context:
     """Return the context of tokens `start` to `end` while decoding, with the rows of earlier tokens in `cache`."""
     attention, previous = context.attention, context.previous
-    assert attention is not None and previous is not None and context.token_ids is not None
+    assert attention is not None and previous is not None
+    assert attention.mask is not None and context.token_ids is not None and context.modality is not None
     sequences, length = previous.tokens.shape[:2]
 
     def cut(rows: Tensor) -> Tensor:
         return rows.unflatten(0, (sequences, length))[:, start:end].flatten(0, 1)
 
-    return replace(
-        context,
-        cache=cache,
-        token_mask=None if context.token_mask is None else context.token_mask[:, start:end],
-        token_ids=context.token_ids[:, start:end],
-        modality=None if context.modality is None else context.modality[:, start:end],
-        previous=Previous(previous.tokens[:, start:end], previous.routing.map_tokens(cut)),
-        attention=replace(
-            attention,
-            query=attention.query[:, :, start:end],
-            key=attention.key[:, :, :end],
-            value=attention.value[:, :, :end],
-            output=attention.output[:, start:end],
-            mask=None if attention.mask is None else attention.mask[..., start:end, :end],
-        ),
+    attention = replace(
+        attention,
+        query=attention.query[:, :, start:end],
+        key=attention.key[:, :, :end],
+        value=attention.value[:, :, :end],
+        output=attention.output[:, start:end],
+        mask=attention.mask[..., start:end, :end],
     )
+    previous = Previous(previous.tokens[:, start:end], previous.routing.map_tokens(cut))
+    ids: dict[str, Any] = {"token_ids": context.token_ids[:, start:end], "modality": context.modality[:, start:end]}
+    return replace(context, cache=cache, previous=previous, attention=attention, **ids)
 
 
 def differing(first: Routing, second: Routing, *, weights_within: float = TOLERANCE) -> Tensor:
@@ -203,16 +241,28 @@ def state_of(router: Router) -> dict[str, Tensor]:
     return {name: buffer.clone() for name, buffer in router.named_buffers()}
 
 
-def objective(routing: Routing) -> Tensor:
-    """Return a scalar that depends on every weight and loss, with a different factor for each."""
+def objective(routing: Routing, real: Tensor | None = None) -> Tensor:
+    """Return a scalar that depends on every loss and on every weight of `real` tokens, with a different factor for each."""
+
+    def own(rows: Tensor) -> Tensor:
+        return rows if real is None else rows.where(real.view(-1, *[1] * (rows.dim() - 1)), 0.0)
+
     generator = torch.Generator().manual_seed(7)
     experts = routing.gates.shape[-1]
     mix = torch.randn(experts, generator=generator).to(routing.gates.device)
     tilt = torch.randn(routing.gates.shape[0], 1, generator=generator).to(routing.gates.device)
-    total = (routing.dense_weights * mix * tilt).sum() + routing.loss
+    total = (own(routing.dense_weights) * mix * tilt).sum() + routing.loss
     for rows in (routing.dispatch, routing.shares):  # of a SoftMoE layer
         if rows is not None:
             by_slot = torch.linspace(-1, 2, rows.shape[-1], device=rows.device)
-            total = total + (rows * mix.unsqueeze(-1) * by_slot * tilt.unsqueeze(-1)).sum()
-    # The routing of `hash` has no gradient: a leaf makes a backward possible, in which all other gradients are 0.
-    return total if total.requires_grad else total.requires_grad_()
+            total = total + (own(rows) * mix.unsqueeze(-1) * by_slot * tilt.unsqueeze(-1)).sum()
+    return total
+
+
+def gradients(total: Tensor, tokens: Tensor, router: Router, **how: Any) -> dict[str, Tensor]:
+    """Return the gradients of `tokens` and of the trainable parameters by name; zeros where there is none."""
+    wanted = {"tokens": tokens, **{name: each for name, each in router.named_parameters() if each.requires_grad}}
+    # The routing of `hash` has no gradient: a leaf makes a backward possible, in which all gradients are 0.
+    total = total if total.requires_grad else total.detach().requires_grad_()
+    found = torch.autograd.grad(total, list(wanted.values()), allow_unused=True, materialize_grads=True, **how)
+    return dict(zip(wanted, found, strict=True))

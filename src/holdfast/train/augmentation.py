@@ -1,4 +1,4 @@
-"""Random changes of training images: crops, flips, RandAugment, random erasing, mixup and cutmix.
+"""Random changes of training images: crops, flips, RandAugment, random erasing, mixup and cutmix; and losses of soft labels.
 
 What happens to an example follows only from the seed and from its place in the sequence of all training examples (`Order`).
 So every router of a comparison and a resumed run see the same images at the same step, however a batch is split into
@@ -7,36 +7,46 @@ Images for validation and testing are never changed.
 
 Shifts and flips only move pixels, so a GPU makes them in its own memory, to the same numbers (`MovedImages`). All other
 changes are made on the host.
+
+**Soft labels** are smoothed ones, and those of mixed images.
+
+    smoothing   a target is 1 - e of its class and e of the uniform distribution over all C classes. The smoothed loss of an
+                example with logits l and class y, -(1 - e) log p_y - (e / C) sum_c log p_c, differs from the cross entropy
+                by e (l_y - mean_c l_c), because the logarithm of the softmax's denominator cancels. Szegedy et al. 2016
+    mixing      a target is 1 - s of the class y and s of a second class z, and the loss differs by s (l_y - l_z) in the same
+                way; with smoothed labels by (1 - e) s (l_y - l_z). Zhang et al. 2018, Yun et al. 2019
+
+A hook adds these terms to `outputs.loss` in training mode, so the loss on held-out data is the cross entropy.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated, final
+from typing import Annotated, Any, final
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from holdfast.checked import Limits
 from holdfast.data import ExampleOrder, Images, PixelScaling
 from holdfast.data.draws import Draws, ManyDraws
-from holdfast.data.image_operations import LARGEST_MAGNITUDE, OPERATIONS
-from holdfast.data.images import ArrayImages, Box, as_bytes
-from holdfast.train.soft_labels import SECOND_LABELS, SECOND_SHARES
+from holdfast.data.images import ArrayImages, Box, as_bytes, as_picture, from_picture
+from holdfast.metrics.tasks import IGNORED
 
 OF_IMAGES, OF_MIXING = 1, 2  # the second numbers of the keys of random draws
 RATIO = (3 / 4, 4 / 3)  # of the sides of a crop; Szegedy et al. 2015
 ERASED_SHARE, ERASED_RATIO = (0.02, 1 / 3), (0.3, 1 / 0.3)  # Zhong et al. 2020
 ATTEMPTS = 10  # at a box that lies within the image
-MAGNITUDE_STD = 0.5  # of RandAugment's magnitude, as for Swin
 
 Area = Annotated[float, Limits(0.001, 1, "a number from 0.001 to 1")]
 Padding = Annotated[int, Limits(0, 1024, "a whole number from 0 to 1,024")]
-Magnitude = Annotated[float, Limits(0, LARGEST_MAGNITUDE, "a number from 0 to 10")]
+Magnitude = Annotated[float, Limits(0, 10, "a number from 0 to 10")]
 Operations = Annotated[int, Limits(1, 10, "a whole number from 1 to 10")]
 Alpha = Annotated[float, Limits(0, 4, "a number from 0 to 4")]
-Probability = Annotated[float, Limits(0, 1, "a number between 0 and 1")]
+Share = Annotated[float, Limits(0, 1, "a number between 0 and 1")]
+SECOND_LABELS, SECOND_SHARES = "second_labels", "second_shares"  # further inputs of a batch: z and s of each example
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +58,7 @@ class AugmentPart:
     flip: bool = False  # every other image is mirrored, left to right
     randaugment: Magnitude = 0.0  # magnitude of RandAugment's operations
     operations: Operations = 2  # how many operations RandAugment draws for an image; each is applied to every other image
-    erase: Probability = 0.0  # share of images in which a random box is replaced by noise
+    erase: Share = 0.0  # share of images in which a random box is replaced by noise
     mixup: Alpha = 0.0  # images are averaged in pairs, with a share from Beta(mixup, mixup)
     cutmix: Alpha = 0.0  # a box of an image is replaced by that of another; its area is from Beta(cutmix, cutmix)
 
@@ -154,8 +164,12 @@ class AugmentedImages:
         if self.part.flip:
             flipped = torch.tensor([draw.uniform() < 0.5 for draw in draws]).view(-1, 1, 1, 1)
             pixels = pixels.flip(-1).where(flipped, pixels)
-        for _ in range(self.part.operations if self.part.randaugment else 0):
-            pixels = _randaugmented(pixels, self.part.randaugment, draws)
+        if magnitude := self.part.randaugment:
+            from holdfast.data.image_operations import randaugment
+
+            for image, draw in zip(pixels, draws, strict=True):
+                changed = randaugment(as_picture(image), magnitude, self.part.operations, draw)
+                image.copy_(from_picture(changed))
         if self.part.erase:
             for image, draw in zip(pixels, draws, strict=True):
                 _erase(image, self.part.erase, draw)
@@ -213,24 +227,6 @@ def crop_box(draws: Draws, width: int, height: int, smallest: float) -> Box:
     return (width - side) // 2, (height - side) // 2, side, side
 
 
-def _randaugmented(pixels: Tensor, magnitude: float, draws: Sequence[Draws]) -> Tensor:
-    """Apply one random operation to every other image. Images with the same operation are changed together."""
-    names, rows, strengths = list(OPERATIONS), dict[str, list[int]](), dict[str, list[float]]()
-    for row, own in enumerate(draws):
-        name = names[own.below(len(names))]
-        operation, is_applied = OPERATIONS[name], own.uniform() < 0.5
-        drawn = magnitude + MAGNITUDE_STD * own.normal()
-        strength = operation.strength(min(LARGEST_MAGNITUDE, max(0.0, drawn)))
-        sign = -1.0 if own.uniform() < 0.5 and operation.signed else 1.0
-        if is_applied:
-            rows.setdefault(name, []).append(row)
-            strengths.setdefault(name, []).append(sign * strength)
-    changed = pixels.clone()
-    for name, chosen in rows.items():
-        changed[chosen] = OPERATIONS[name].apply(pixels[chosen], torch.tensor(strengths[name], dtype=torch.float64))
-    return changed
-
-
 def _erase(image: Tensor, probability: float, draws: Draws) -> None:
     """With this probability, replace a random box of the image by random values, in place."""
     if draws.uniform() >= probability:
@@ -245,3 +241,57 @@ def _erase(image: Tensor, probability: float, draws: Draws) -> None:
             noise = torch.from_numpy(draws.byte_array(channels, down, across))
             image[:, top : top + down, left : left + across] = noise
             return
+
+
+@contextmanager
+def soft_labels(model: nn.Module, smoothing: float) -> Iterator[None]:
+    """Inside the `with`, the model's loss in training mode is that of smoothed labels, mixed where the inputs have a second.
+
+    The model's own forward does not see these further inputs.
+    """
+    seconds: list[tuple[Tensor, Tensor] | None] = [None]  # of the forward that runs
+
+    def take_seconds(module: nn.Module, given: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        seconds[0] = None
+        if SECOND_LABELS not in options:
+            return None
+        kept = dict(options)
+        seconds[0] = kept.pop(SECOND_LABELS), kept.pop(SECOND_SHARES)
+        return given, kept
+
+    def add_terms(module: nn.Module, given: tuple[Any, ...], options: dict[str, Any], outputs: Any) -> Any:
+        if module.training and torch.is_grad_enabled():
+            count = options.get("num_items_in_batch")
+            if seconds[0] is not None:
+                term = mixing_term(outputs.logits, options["labels"], *seconds[0], count)
+                outputs.loss = outputs.loss + (1 - smoothing) * term
+            if smoothing:
+                labels = options["shift_labels"] if "shift_labels" in options else options["labels"]
+                outputs.loss = outputs.loss + smoothing * smoothing_term(outputs.logits, labels, count)
+        return outputs
+
+    handles = [
+        model.register_forward_pre_hook(take_seconds, with_kwargs=True, prepend=True),
+        model.register_forward_hook(add_terms, with_kwargs=True),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def smoothing_term(logits: Tensor, labels: Tensor, count: Tensor | int | None = None) -> Tensor:
+    """Return the mean over labels of l_y - mean_c l_c; with a `count`, the sum divided by it."""
+    rows, classes = logits.float().flatten(0, -2), labels.flatten()
+    in_use = classes != IGNORED
+    of_class = rows.gather(-1, classes.where(in_use, 0).unsqueeze(-1)).squeeze(-1)
+    total = (of_class - rows.mean(-1)).where(in_use, 0.0).sum()
+    return total / (in_use.sum() if count is None else count)
+
+
+def mixing_term(logits: Tensor, labels: Tensor, second: Tensor, shares: Tensor, count: Tensor | int | None = None) -> Tensor:
+    """Return the mean over examples of s (l_y - l_z); with a `count`, the sum divided by it."""
+    rows = logits.float()
+    of_first, of_second = (rows.gather(-1, classes.unsqueeze(-1)).squeeze(-1) for classes in (labels, second))
+    return (shares * (of_first - of_second)).sum() / (len(labels) if count is None else count)

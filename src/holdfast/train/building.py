@@ -19,23 +19,30 @@ from typing import Any
 import torch
 from torch import nn
 
+from holdfast.certificates.margins import require_trainable
 from holdfast.hub import reroute, sparsify
 from holdfast.hub.convert import choose_layers, set_losses
 from holdfast.hub.families import DENSE_FAMILIES
 from holdfast.hub.install import specs_of
 from holdfast.hub.layers import dense_family, find_submodule, is_moe, layer_infos, mixer_of, moe_family, moe_layers
 from holdfast.hub.replacements import SparseLayer
+from holdfast.hub.second_view import require_no_noise, require_views_differ
 from holdfast.hub.specs import LayerSpec
 from holdfast.layers.losses import Losses
 from holdfast.model_size import in_gib, memory_for_training
-from holdfast.planning.meta_model import Change, Choice, sparsify_on_meta
 from holdfast.planning.planning import CONFIG_ERRORS
 from holdfast.routing import Router
-from holdfast.routing.layer_names import resolve_layers, routers_by_layer, shared_k
+from holdfast.routing.presets import resolve_layers, routers_by_layer, shared_k
 from holdfast.train.recipe import Recipe, RouterChoice, SparsePart
+from holdfast.train.robust_step import require_one_sequence
 from holdfast.train.start import wrong_entries
 from holdfast.train.task import Task, forward
 from holdfast.train.trainer_loop import processes
+
+
+def with_training(task: Task, choice: RouterChoice) -> Task:
+    """Return the task with the recipe that this router is trained with."""
+    return task.with_recipe(choice.recipe(task.recipe))
 
 
 def put_router(model: Any, recipe: Recipe, choice: RouterChoice) -> bool:
@@ -48,33 +55,31 @@ def put_router(model: Any, recipe: Recipe, choice: RouterChoice) -> bool:
             set_losses(model, losses)
         else:
             reroute(model, choice.router, k=k, losses=losses, **choice.options)
+        _require_trainable(losses, model)
         return False
     if sparse.experts is None:
         raise ValueError(f"{recipe.model.checkpoint} is a dense model: set sparse.experts to the number of experts.")
-    copied = starts_with_copies(recipe)
-    if next(model.parameters()).is_meta:
-        change = Change(sparse.experts, k, sparse.layers, sparse.hidden, copied, losses, sparse.shared)
-        sparsify_on_meta(model, Choice(choice.name, choice.router, choice.options, choice.k), change)
-        return True
-    sparsify(
-        model,
-        experts=sparse.experts,
-        k=k,
-        hidden=sparse.hidden,
-        shared=sparse.shared,
-        layers=sparse.layers,
-        init="copy" if copied else "random",
-        router=choice.router,
-        losses=losses,
-        router_options=choice.options,
-    )
+    sizes: dict[str, Any] = {name: getattr(sparse, name) for name in ("experts", "hidden", "shared", "layers")}
+    how: dict[str, Any] = {"init": initial_experts(recipe), "losses": losses, "router_options": choice.options}
+    sparsify(model, k=k, router=choice.router, **sizes, **how)
+    _require_trainable(losses, model)
     return True
 
 
-def starts_with_copies(recipe: Recipe) -> bool:
-    """Return whether experts start as copies of a dense network: by default those of a checkpoint do."""
-    init = recipe.sparse.init or ("copy" if recipe.model.checkpoint is not None else "random")
-    return init == "copy"
+def _require_trainable(losses: Losses, model: Any) -> None:
+    """Raise ValueError if the first training step would refuse a loss of the recipe."""
+    if losses.distillation and any(getattr(layer.block, "teacher", None) is None for layer in moe_layers(model)):
+        raise ValueError(
+            "losses.distillation compares experts with the dense network that they are copies of, and this recipe has none: "
+            "start from a dense checkpoint with sparse.init=copy, or set losses.distillation to 0."
+        )
+    if losses.consistency:
+        require_views_differ(model, losses.word_noise)
+
+
+def initial_experts(recipe: Recipe) -> str:
+    """Return how experts start, "copy" or "random": by default those of a checkpoint are copies of its dense networks."""
+    return recipe.sparse.init or ("copy" if recipe.model.checkpoint is not None else "random")
 
 
 def _has_router(model: Any, choice: RouterChoice, k: int | None) -> bool:
@@ -145,7 +150,7 @@ def build_model(task: Task, name: str, options: Mapping[str, Any], *, seed: int,
             router.use_token_counts(counts)
     if was_dense:
         std = float(getattr(model.config, "initializer_range", 0.02))
-        _draw_shared_weights(model, seed, std, experts=not starts_with_copies(task.recipe))
+        _draw_shared_weights(model, seed, std, experts=initial_experts(task.recipe) == "random")
     return model
 
 
@@ -173,10 +178,7 @@ logger = logging.getLogger("holdfast")
 BYTES_PER_PARAMETER = 16  # a weight, its gradient and two moments in float32
 
 # Fields of a `Context` that not every task supplies, the model's input that they are made from, and what they are.
-INPUTS_OF_FIELDS = {
-    "token_ids": ("input_ids", "token ids"),
-    "modality": ("modality", "the modality of each token"),
-}
+INPUTS_OF_FIELDS = {"token_ids": ("input_ids", "token ids"), "modality": ("modality", "the modality of each token")}
 
 
 def preflight(task: Task, choices: Sequence[RouterChoice], *, report_size: bool = True) -> None:
@@ -186,6 +188,10 @@ def preflight(task: Task, choices: Sequence[RouterChoice], *, report_size: bool 
     """
     built = []
     for number, choice in enumerate(choices):
+        try:
+            recipe = choice.recipe(task.recipe)
+        except ValueError as problem:
+            raise ValueError(f"router {choice.name!r} cannot be trained with this recipe: {problem}") from problem
         with torch.device("meta"):
             model = task.initial_model()  # an error here is one of the recipe, not of a router
         if number == 0 and report_size:
@@ -194,13 +200,17 @@ def preflight(task: Task, choices: Sequence[RouterChoice], *, report_size: bool 
             if (warning := task.size_warning(model)) is not None:
                 logger.warning("%s", warning)
         try:
-            with torch.device("meta"), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the real model will warn
-                put_router(model, task.recipe, choice)
+            with torch.device("meta"), warnings.catch_warnings(action="ignore"):  # the real model will warn
+                put_router(model, recipe, choice)
+            require_one_sequence(model, recipe.robust)
+            if recipe.losses.consistency or recipe.robust.compares_gates:
+                require_no_noise(model)
             for router in filter(None, (layer.router for layer in moe_layers(model))):
                 for field, (name, words) in INPUTS_OF_FIELDS.items():
                     if field in router.reads and name not in task.probe():
                         raise ValueError(f"it reads {words}, which the inputs of this task do not have.")
+                if recipe.losses.margin:
+                    require_trainable(router)
         except ValueError as problem:
             raise ValueError(f"router {choice.name!r} cannot be trained with this recipe: {problem}") from problem
         built.append(model)

@@ -37,9 +37,8 @@ from holdfast.hub.install import hooks_of
 from holdfast.locking import POLL, Lock, Owner, locked
 from holdfast.plugins import PLUGIN_ERRORS, failure_in_plugin, load_plugin, plugin_files
 from holdfast.stored import without_nan
-from holdfast.train.building import build_model, preflight
-from holdfast.train.cells import Cell, Result, merge_results
-from holdfast.train.domain_summary import summarise_domains
+from holdfast.train.building import build_model, preflight, with_training
+from holdfast.train.cells import Cell, Result, Setting, merge_results, require_few_cells, shares_data, with_choices
 from holdfast.train.papers import PaperRun
 from holdfast.train.recipe import Recipe, RouterChoice, change_recipe
 from holdfast.train.results import CellResult, Metric, Results, Run
@@ -60,15 +59,13 @@ from holdfast.train.snapshots import (
     experts_per_token,
     learns_a_graph,
     routings_of,
-    snapshot_steps,
 )
 from holdfast.train.start import checkpoint_identity
-from holdfast.train.summary import summarise
-from holdfast.train.sweep import Setting, require_few_cells, shares_data, with_choices
+from holdfast.train.summary import summarise, summarise_domains
 from holdfast.train.task import Task
 from holdfast.train.task_record import MODEL, TASK, is_trained
-from holdfast.train.training import quiet, require_trainable, train
-from holdfast.version import VERSION, versions
+from holdfast.train.training import Effort, quiet, require_trainable, train
+from holdfast.version import VERSION, origin, versions
 
 PROGRESS_POLL = 0.5  # seconds between two reads of the workers' progress
 
@@ -103,6 +100,9 @@ class Comparison:
             raise ValueError(f"routers are {', '.join(names) or 'none'}; name at least one, and each only once.")
         self.recipe, self.choices, self.seeds, self.folder = recipe, list(choices), seeds, folder
         self.settings = list(settings) or [Setting(recipe)]
+        for choice in choices:
+            if both := [key for key in choice.training if key in self.settings[0].values]:
+                raise ValueError(f"{choice.name} sets {both[0]}, which is swept too; remove one of the two.")
         require_few_cells(len(self.settings), len(choices), seeds)
         self.paper = paper  # the experiment of a paper that this is
         self.report_size = report_size  # log how large the inputs are, before training
@@ -143,8 +143,10 @@ class Comparison:
 
     def task_of_cell(self, cell: Cell) -> Task:
         setting = next(one for one in self.settings if tuple(one.values.items()) == cell.settings)
-        task = self.task_of(setting).for_seed(cell.seed)
-        return task.with_recipe(self._started(setting.recipe, cell)) if self.starts_from_cells else task
+        task, recipe = self.task_of(setting).for_seed(cell.seed), cell.choice.recipe(setting.recipe)
+        if self.starts_from_cells:
+            recipe = self._started(recipe, cell)
+        return task if recipe is setting.recipe else task.with_recipe(recipe)
 
     @property
     def starts_from_cells(self) -> bool:
@@ -217,41 +219,47 @@ class Comparison:
             # The images have the same size and the same classes, whichever domain is held out.
             parts = {**described, "training": None, "data": {**described["data"], "held_out": None}}
             try:
-                require_trainable(task, seed=0)
+                for one in [task, *(with_training(task, choice) for choice in self.choices if choice.training)]:
+                    require_trainable(one, seed=0)
                 if parts not in built:
                     preflight(task, self.choices, report_size=self.report_size)
             except ValueError as problem:
                 raise ValueError(f"with {setting.label}: {problem}" if setting.values else str(problem)) from problem
             built.append(parts)
 
-    def finish(self, results: Sequence[Result], page: Callable[[Results], Any] = lambda finished: None) -> Results:
+    def finish(
+        self,
+        results: Sequence[Result],
+        page: Callable[[Results], Any] = lambda finished: None,
+        *,
+        command: str | None = None,
+    ) -> Results:
         """Write results.json with these and the other finished cells of the folder, call `page` with it, and return it.
 
-        `page` writes the report. One lock is held for both files: no other process writes between the two.
+        `page` writes the report. One lock is held for both files: no other process writes between the two. `command` is
+        the one that ran the comparison, if one did.
         """
         with locked(self.folder, wait=True) as lock:
             cells = merge_results(self.folder, results)
-            baseline = cells[0]["router"]
+            baseline, paper = cells[0]["router"], self.paper
             metrics = [from_mapping(Metric, described) for described in self.task.other_metrics]
+            with suppress(ValueError):  # routers may be added to the experiment of a paper
+                earlier = Results.load(self.folder)
+                paper, command = paper or earlier.paper, command or earlier.command
             finished = Results(
                 run=Run(**self.identity(), measure=self.task.measure, metrics=metrics),
                 versions=versions(),  # not part of the identity: a run can be resumed after an update of a package
                 rows=summarise(cells, baseline),
                 domains=summarise_domains(cells, baseline),
                 cells=[CellResult.of(cell) for cell in cells],
-                paper=self.paper or self._stored_paper(),
+                paper=None if paper is None else paper.with_cells(cells),
+                command=command,
             )
             require_no_links(self.folder / Results.file_name, self.folder)
             lock.check()
             finished.save(self.folder / Results.file_name)
             page(finished)
         return finished
-
-    def _stored_paper(self) -> PaperRun | None:
-        """Return the experiment of a paper that the folder's results belong to, for routers that are added to them."""
-        with suppress(ValueError):
-            return Results.load(self.folder).paper
-        return None
 
     def stored(self, cell: Cell) -> Result | None:
         """Return the stored result of a cell; None if it is not finished, or if its file is damaged.
@@ -308,22 +316,24 @@ class Comparison:
         if not agrees(path / "router.json", described):  # a router with other options began here
             remove_folder(path / "training", self.folder)
         write_json(path / "router.json", described)
-        how: dict[str, Any] = {"tick": partial(progress, cell), "guard": partial(lock.require, path / "training")}
+        effort = Effort(partial(progress, cell))
+        how: dict[str, Any] = {"tick": effort, "guard": partial(lock.require, path / "training")}
         log = train(model, task, path / "training", seed=cell.seed, k=k, **how)
         examples, probe = task.examples(cell.seed), task.probe()
-        steps = snapshot_steps(task.steps)
+        steps = task.recipe.training.snapshot_steps(task.steps)
         names = routings_of(model, probe).names
         result = {
             "router": cell.choice.name,
             "seed": cell.seed,
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
             "first_batch": examples.hash(0),
-            "last_batch": examples.hash(task.steps - 1),
+            "last_batch": examples.hash((task.steps - 1) // task.recipe.robust.replays),
             "log": log,
             **task.score(model),
             "snapshots": evolution(path / "training" / "snapshots", steps, names, learned=learns_a_graph(model)),
             "consistency": consistency(model, probe, k),
             "view": task.view(model.eval()),
+            "origin": origin() | effort.spent(model, probe),
         }
         hooks = hooks_of(model)
         if task.recipe.task == "text" and hooks is not None and hooks.sees_later_tokens:

@@ -5,6 +5,8 @@ budgets gives a curve, the error against the budget, for the class with the larg
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, final
 
 import torch
@@ -15,12 +17,15 @@ from holdfast.attacks.inputs import ascending
 from holdfast.attacks.registry import Attack, require_options
 from holdfast.data import PixelScaling
 from holdfast.files import MIB
+from holdfast.hub.tracing import live_routings
 from holdfast.metrics import Shares
 from holdfast.metrics.tasks import in_top_k
+from holdfast.routing import Routing
 from holdfast.train.recipe import AttackPart
-from holdfast.train.task import AttackTable, without_attack_warnings
+from holdfast.train.task import without_attack_warnings
 
 ATTACK_SEED = 0
+FROST = "frost is a texture of ours, not the published photographs"
 BATCH = 64  # images in a forward, of 224 x 224 pixels or on a CPU
 MOST_IN_BATCH = 1024  # smaller images on a GPU
 NAMES = {"fgsm": "FGSM", "pgd": "PGD", "spsa": "SPSA"}  # of attacks that every recipe runs, as results call them
@@ -31,14 +36,23 @@ Classify = Callable[[Tensor], Tensor]  # pixels between 0 and 1 to logits
 Curve = list[AttackedInputs]  # of one attack, the smallest budget first
 
 
-def classifier(model: Any, scaling: PixelScaling, outputs: list[int] | None = None) -> Classify:
-    """Return the function from pixels between 0 and 1 to logits that attacks need; `outputs` are those of the classes."""
+@final
+@dataclass(frozen=True)
+class Classifier:
+    """The function from pixels between 0 and 1 to logits that attacks need; `outputs` are those of the classes."""
 
-    def classify(pixels: Tensor) -> Tensor:
-        logits: Tensor = model(pixel_values=scaling(pixels)).logits
-        return logits if outputs is None else logits[:, outputs]
+    model: Any
+    scaling: PixelScaling
+    outputs: Sequence[int] | None = None
 
-    return classify
+    def __call__(self, pixels: Tensor) -> Tensor:
+        logits: Tensor = self.model(pixel_values=self.scaling(pixels)).logits
+        return logits if self.outputs is None else logits[:, list(self.outputs)]
+
+    def routed(self, pixels: Tensor) -> tuple[Tensor, list[Routing]]:
+        """Return the routing of each layer too, for the attacks that follow routes."""
+        with live_routings(self.model) as routings:
+            return self(pixels), routings
 
 
 def batch_size(side: int, device: torch.device) -> int:
@@ -74,7 +88,7 @@ def attacked_error(result: AttackedInputs, top: int = 1) -> float | None:
     return None if beyond is None else error_of(beyond)
 
 
-def _attacked(result: AttackedInputs) -> dict[str, Any]:
+def attacked(result: AttackedInputs) -> dict[str, Any]:
     top5 = attacked_error(result, TOP)
     found = {"figure": attacked_error(result), "clean": error_of(result.already_wrong), **result.summary()}
     return {**found, **({} if top5 is None else {"top5": top5}), "per_example": per_image(result.success)}
@@ -87,15 +101,8 @@ def attack_name(attack: AttackPart) -> str:
 
 def attack_options(attack: AttackPart) -> dict[str, Any]:
     """Return the options of a recipe's attacks on pixels; options without a value are left out."""
-    given = {
-        "steps": attack.steps,
-        "step": attack.step,
-        "restarts": attack.restarts,
-        "random_start": attack.random_start,
-        "samples": attack.samples,
-        "seed": ATTACK_SEED,
-    }
-    return {name: value for name, value in given.items() if value is not None}
+    given = {name: getattr(attack, name) for name in ("steps", "step", "restarts", "random_start", "samples")}
+    return {name: value for name, value in given.items() if value is not None} | {"seed": ATTACK_SEED}
 
 
 def curve_of(
@@ -133,17 +140,12 @@ def attack_all(
         images = few(count)
         points = curve_of(find_attack(kind, "images"), classify, *images, attack.all_budgets(), **options)
         point = next(point for point in points if point.budget == attack.budget)
-        results[name] = _attacked(point)
+        results[name] = attacked(point)
         if len(points) > 1:
             curves[name] = described_curve(points, clean_errors(classify, *images))
         if name == main_name:
             main = point
     return results, curves, main
-
-
-def made_corruptions() -> list[str]:
-    """Return the names of the corruptions that need no files."""
-    return [name for name, corruption in CORRUPTIONS.items() if not corruption.files]
 
 
 @final
@@ -172,8 +174,7 @@ class Corrupted:
         """
         wrong = {
             severity: {
-                name: wrong_of(classify, self.images(name, severity).to(labels.device), labels)
-                for name in made_corruptions()
+                name: wrong_of(classify, self.images(name, severity).to(labels.device), labels) for name in CORRUPTIONS
             }
             for severity in sorted(set(severities))
         }
@@ -187,16 +188,11 @@ class Corrupted:
     def score(self, classify: Classify, labels: Tensor, severities: Sequence[int]) -> dict[str, Any]:
         """Return the mean error over corruptions and severities, and the error by corruption and by severity."""
         found, every = self.errors(classify, labels, severities)
-        each = {name: mean(errors[name] for errors in found.values()) for name in made_corruptions()}
-        by_severity = {str(severity): mean(errors.values()) for severity, errors in found.items()}
+        each = {name: fmean(errors[name] for errors in found.values()) for name in CORRUPTIONS}
+        by_severity = {str(severity): fmean(errors.values()) for severity, errors in found.items()}
         severity = {"severity": severities[0]} if len(severities) == 1 else {"severities": by_severity}
-        counted = {"figure": mean(each.values()), "clean": self.clean_error(classify, labels), "examples": len(labels)}
+        counted = {"figure": fmean(each.values()), "clean": self.clean_error(classify, labels), "examples": len(labels)}
         return {**counted, **severity, "each": each, "per_example": per_image(every)}
-
-
-def mean(values: Iterable[float]) -> float:
-    numbers = list(values)
-    return sum(numbers) / len(numbers)
 
 
 def check_images_attacks(kinds: Sequence[str], budgets: Sequence[float], options: Mapping[str, Any]) -> None:
@@ -217,72 +213,3 @@ def check_images_attacks(kinds: Sequence[str], budgets: Sequence[float], options
         raise ValueError("the budget of corruptions is a severity; run them alone.")
     if len(set(kinds)) < len(kinds):
         raise ValueError(f"the attacks are {', '.join(kinds)}; name each only once.")
-
-
-def attack_table(
-    classify: Classify,
-    pixels: Tensor,
-    labels: Tensor,
-    kinds: Sequence[str],
-    *,
-    budgets: Sequence[float],
-    steps: int,
-    seed: int,
-    options: Mapping[str, Any],
-) -> AttackTable:
-    """Attack images with each of these attacks at each budget, or apply the corruptions at these severities.
-
-    options     further options of the attacks, checked by `check_images_attacks`
-    """
-    wrong = clean_errors(classify, pixels, labels)
-    clean = error_of(wrong[0]), error_of(wrong[1])
-    if list(kinds) == ["corruptions"]:
-        return _corruption_table(classify, pixels, labels, clean, [int(budget) for budget in budgets], seed)
-    how = {"steps": steps, "seed": seed, **options}
-    curves = [curve_of(find_attack(kind, "images"), classify, pixels, labels, budgets, **how) for kind in kinds]
-    points = [point for curve in curves for point in curve]
-    shown = f"{points[0].norm} {points[0].budget:.4g}, " if len(set(budgets)) == 1 else ""
-    errors = [(attacked_error(point), attacked_error(point, TOP)) for point in points]
-    rows = [
-        [point.attack, point.budget, error, "" if top5 is None else top5, point.realised]
-        for point, (error, top5) in zip(points, errors, strict=True)
-    ]
-    flags = dict.fromkeys(flag for point in points for flag in point.flags)
-    summary: dict[str, Any] = _attacked(points[0])
-    if len(points) > 1:
-        summary = {"attacks": [_attacked(point) for point in points]}
-    return {
-        "title": f"{', '.join(dict.fromkeys(point.attack for point in points))}, {shown}{len(labels)} images",
-        "columns": ["", "budget", "error, %", "top-5 error, %", "largest change"],
-        "rows": [["clean", 0.0, *clean, 0.0], *rows],
-        "caption": _CARRIED if len(set(budgets)) > 1 else None,
-        "flags": [flag.summary() for flag in flags],
-        "summary": summary,
-        "clean": {"figure": clean[0], "top5": clean[1], "examples": len(labels)},
-        "curves": {curve[0].attack: described_curve(curve, wrong) for curve in curves},
-    }
-
-
-_CARRIED = "What an attack found at a smaller budget counts at larger ones too, so the error never falls with the budget."
-
-
-def _corruption_table(
-    classify: Classify, pixels: Tensor, labels: Tensor, clean: tuple[float, float], severities: Sequence[int], seed: int
-) -> AttackTable:
-    found, _ = Corrupted(pixels, seed).errors(classify, labels, severities)
-    severities, one = list(found), len(found) == 1
-    rows = [["clean", *[clean[0]] * len(severities)]]
-    rows += [[name, *(errors[name] for errors in found.values())] for name in made_corruptions()]
-    rows.append(["mean of corruptions", *(mean(errors.values()) for errors in found.values())])
-    skipped = ", ".join(name for name, corruption in CORRUPTIONS.items() if corruption.files)
-    summary: dict[str, Any] = {"severity": severities[0], "seed": seed, "errors": found[severities[0]]}
-    if not one:
-        summary = {"severities": severities, "seed": seed, "errors": {str(key): errors for key, errors in found.items()}}
-    which = f"severity {severities[0]}" if one else f"severities {', '.join(map(str, severities))}"
-    return {
-        "title": f"Corruptions of {which}, {len(labels)} images ({skipped} needs files and is skipped)",
-        "columns": ["", *(["error, %"] if one else [f"error, %, severity {severity}" for severity in severities])],
-        "rows": rows,
-        "flags": [],
-        "summary": summary,
-    }

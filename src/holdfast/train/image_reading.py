@@ -20,19 +20,19 @@ import math
 import os
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
 import numpy as np
 
-from holdfast.data import PixelScaling
+from holdfast.data import ImageSet, PixelScaling
 from holdfast.data.datasets import find_dataset
 from holdfast.data.images import Images, Prepare
 from holdfast.data.labelled_images import SIZE, folder_set
 from holdfast.data.shifted_images import (
     ClassIndex,
-    UnsplitImages,
     published_set,
     read_class_index,
     recognise,
@@ -259,13 +259,11 @@ def index_for(source: str | None, given: Path | None) -> ClassIndex | None:
     """Return the class index that the user has given; else the class folders of `source` if they are those of ImageNet."""
     if given is not None:
         return read_class_index(given)
-    if source is None or not is_folder(source):
-        return None
-    try:
-        classes = recognise(f"classes={source}").classes
-    except ValueError:  # reported where the images are read
-        return None
-    return ClassIndex(source, tuple(classes)) if published_set(classes) == "ImageNet" else None
+    if source is not None and is_folder(source):
+        with suppress(ValueError):  # reported where the images are read
+            classes = recognise(f"classes={source}").classes
+            return ClassIndex(source, tuple(classes)) if published_set(classes) == "ImageNet" else None
+    return None
 
 
 def was_trained_on(source: str, state: Mapping[str, Any], trained_on: str) -> bool:
@@ -281,7 +279,7 @@ def was_trained_on(source: str, state: Mapping[str, Any], trained_on: str) -> bo
 
 def named_images(
     model: Any, classes: list[str], source: str, index: ClassIndex | None = None, prepare: Prepare | None = None
-) -> UnsplitImages:
+) -> ImageSet:
     """Return the images of a folder as test images for a model with these classes."""
     if (channels := getattr(model.config, "num_channels", 3)) != 3:
         raise ValueError(f"{source} has colour images, and the model reads images with {channels} channels.")

@@ -14,10 +14,9 @@ The split is drawn by the seed of the run, so intervals over seeds include it. T
 the accuracy that `domain_summary` compares.
 """
 
-import base64
 import copy
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -28,30 +27,27 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from holdfast.data import DomainSet, ExampleOrder, Images, ImageSet, Order, PixelScaling, domain_set, image_set
-from holdfast.data.shifted_images import UnsplitImages
-from holdfast.hub import trace
 from holdfast.metrics import ChosenMetrics
 from holdfast.metrics.tasks import in_top_k
+from holdfast.metrics.token_routes import Example, View, patch_rows, picture, tokens_to_show
 from holdfast.train.augmentation import AugmentedImages, PlainImages
 from holdfast.train.image_attacks import (
+    Classifier,
     Classify,
     Corrupted,
     attack_all,
     attack_name,
     attack_options,
-    attack_table,
     batch_size,
-    check_images_attacks,
-    classifier,
     error_of,
     per_image,
 )
 from holdfast.train.image_reading import require_patches, scale_warning, size_line, written_processor
 from holdfast.train.recipe import Recipe
-from holdfast.train.shifted_tests import CleanImages, ShiftedTests, recognise_all
+from holdfast.train.shifted_tests import ShiftedTests, recognise_all
+from holdfast.train.snapshots import record_routes, shown_routes
 from holdfast.train.start import start_model, start_scaling
 from holdfast.train.task import (
-    AttackTable,
     Examples,
     Fetch,
     HeldOut,
@@ -59,7 +55,6 @@ from holdfast.train.task import (
     Measure,
     Task,
     evaluating,
-    first_experts,
     routing_metrics,
 )
 
@@ -77,6 +72,7 @@ class ImageTask(Task):
     tested    test images that a trained model is evaluated on, in place of the recipe's source
     """
 
+    scaling: PixelScaling
     validation_images: ClassVar[int] = 2048  # at most
     faster = (
         "To make it shorter, set training.steps, training.batch or data.size to less, or model.config.patch_size to more."
@@ -88,11 +84,10 @@ class ImageTask(Task):
         folder: Path | None = None,
         *,
         scaling: PixelScaling | None = None,
-        tested: UnsplitImages | None = None,
+        tested: ImageSet | None = None,
     ) -> None:
         self.recipe = recipe
-        self.image_set: ImageSet = self._read_images(folder) if tested is None else tested.image_set
-        self.outputs = None if tested is None else list(tested.outputs)  # those of the classes; None: all, in order
+        self.source = self.image_set = self._read_images(folder) if tested is None else tested
         self.scaling = start_scaling(recipe.model) if scaling is None else scaling
         self.corrupted_count = recipe.attack.corrupted_examples or recipe.attack.examples
         self._corrupted_images: tuple[Images, Corrupted] | None = None  # and the test images that they are made of
@@ -100,8 +95,7 @@ class ImageTask(Task):
         if recipe.data.shifts:
             test = self.image_set.images("test")
             found, made = recognise_all(recipe.data.shifts), evenly_spaced(len(test), self.corrupted_count)
-            clean = CleanImages(test, test.labels)
-            self.shifts = ShiftedTests(found, self.image_set.classes, test.shape, clean=clean, made=made)
+            self.shifts = ShiftedTests(found, self.image_set.classes, test.shape, clean=test, made=made)
 
     def _read_images(self, folder: Path | None) -> ImageSet:
         return image_set(self.recipe.data.source, folder=folder, size=self.recipe.data.size)
@@ -109,10 +103,6 @@ class ImageTask(Task):
     def _order(self, size: int, seed: int) -> ExampleOrder:
         """Return the order of the training images in batches of this size."""
         return Order(len(self.image_set.images("train")), size, seed)
-
-    @property
-    def source(self) -> ImageSet:
-        return self.image_set
 
     @property
     def measure(self) -> Measure:
@@ -178,24 +168,26 @@ class ImageTask(Task):
 
     def classifier(self, model: Any) -> Classify:
         """Return the function from pixels between 0 and 1 to the logits of this task's classes."""
-        return classifier(model, self.scaling, self.outputs)
+        return Classifier(model, self.scaling, self.image_set.outputs)
 
     def score(self, model: Any) -> dict[str, Any]:
         part, classify, few = self.recipe.attack, self.classifier(model), partial(self.test_images, device=model.device)
         test = self.image_set.images("test")
+        batch = batch_size(test.shape[-1], model.device)
         with evaluating(model, routing=False):
-            clean = self._clean(model)
+            clean = self._measured(model, image_batches(test, range(len(test)), batch))
             results, curves, main = attack_all(classify, few, part)
             # Corrupted images are the same for all models; a copy of this task may hold out another domain.
             if self._corrupted_images is None or self._corrupted_images[0] is not test:
                 pixels, _ = self.test_images(self.corrupted_count, torch.device("cpu"))
                 self._corrupted_images = test, Corrupted(pixels)
-            labels = few(self.corrupted_count)[1]
-            results["corruptions"] = self._corrupted_images[1].score(classify, labels, part.severities)
-            pixels, right = few(len(main.inputs))
-            attacked = {**results[attack_name(part)], **self._forward_attacked(model, main.inputs, right)}
+            results["corruptions"] = self._corrupted_images[1].score(classify, few(self.corrupted_count)[1], part.severities)
+            pixels, right = (some.split(batch) for some in few(len(main.inputs)))
+            under_attack = self._measured(model, zip(main.inputs.split(batch), right, strict=True))
+            further_metrics = {key: value for key, value in under_attack.items() if key in ("metrics", "routing")}
+            attacked = {**results[attack_name(part)], **further_metrics}
             if self.recipe.metrics:
-                attacked["clean_metrics"] = self._forward_attacked(model, pixels, right)["metrics"]
+                attacked["clean_metrics"] = self._measured(model, zip(pixels, right, strict=True))["metrics"]
             further = {"curves": curves} if curves else {}
             if self.shifts is not None:
                 further["shifts"] = self.shifts.score(classify, model.device)
@@ -204,44 +196,29 @@ class ImageTask(Task):
     def audit_inputs(self, tokens: int) -> Iterator[Inputs]:
         images = self.image_set.images("test")
         for pixels, labels in image_batches(images, evenly_spaced(len(images), AUDIT_IMAGES), AUDIT_BATCH):
-            if self.outputs is not None:  # the classes of the images may be some of the model's
-                labels = torch.tensor(self.outputs)[labels]
+            if self.image_set.outputs is not None:  # the classes of the images may be some of the model's
+                labels = torch.tensor(self.image_set.outputs)[labels]
             yield {"pixel_values": self.scaling(pixels), "labels": labels}
 
     def probe(self) -> Inputs:
         images = self.image_set.images("test")
         return {"pixel_values": self.scaling(images.pixels(evenly_spaced(len(images), PROBE_IMAGES)))}
 
-    def view(self, model: Any) -> Mapping[str, Any]:
+    def view(self, model: Any) -> View:
         images = self.image_set.images("test")
         numbers = evenly_spaced(len(images), VIEW_IMAGES)
         pixels = images.pixels(numbers)
-        with torch.no_grad(), trace(model) as routes:
-            predicted = model(pixel_values=self.scaling(pixels).to(model.device)).logits.argmax(-1).cpu()
-        layers = []
-        for experts in first_experts(routes):
-            tokens = experts.view(len(numbers), -1)
-            side = int(tokens.shape[1] ** 0.5)  # without the tokens before the patches, such as a class token
-            layers.append(tokens[:, tokens.shape[1] - side * side :].view(-1, side, side))
-        side = max(layer.shape[-1] for layer in layers)
-        # Later layers of Swin have larger patches.
-        layers = [torch.nn.functional.interpolate(layer[:, None].float(), side)[:, 0].long() for layer in layers]
-        grey = (255 * pixels.mean(1).clamp(0, 1)).round().byte()
-        names = self.image_set.classes
-        return {
-            "kind": "images",
-            "images": [
-                {
-                    "label": names[int(images.labels[number])],
-                    "said": names[int(predicted[place])],
-                    "width": pixels.shape[-1],
-                    "pixels": base64.b64encode(grey[place].numpy().tobytes()).decode(),
-                    "grid": [side, side],
-                    "experts": [layer[place].flatten().tolist() for layer in layers],
-                }
-                for place, number in enumerate(numbers)
-            ],
-        }
+        inputs = {"pixel_values": self.scaling(pixels)}
+        recorded, names = record_routes(model, inputs), self.image_set.classes
+        predicted = recorded.logits.argmax(-1).tolist()
+        lengths = [len(routing.experts) // len(numbers) for routing in recorded.routings]
+        count = min(len(numbers), max(1, tokens_to_show(len(lengths)) // max(lengths)))
+        side, rows = patch_rows(lengths, count)
+        examples = [
+            Example(picture=picture(pixels[place], names[int(images.labels[number])], names[predicted[place]], side))
+            for place, number in enumerate(numbers[:count])
+        ]
+        return View(examples, shown_routes(model, inputs, recorded, rows))
 
     def test_images(self, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the pixels and labels of so many test images, evenly spaced."""
@@ -250,28 +227,19 @@ class ImageTask(Task):
         return images.pixels(some).to(device), images.labels[some].to(device)
 
     @torch.no_grad()
-    def _clean(self, model: Any) -> dict[str, Any]:
-        images, classify, chosen = self.image_set.images("test"), self.classifier(model), ChosenMetrics(self.recipe.metrics)
+    def _measured(self, model: Any, batches: Iterable[tuple[Tensor, Tensor]]) -> dict[str, Any]:
+        """Return the errors on batches of pixels and labels, the recipe's further metrics and the metrics of the routing."""
+        classify, chosen = self.classifier(model), ChosenMetrics(self.recipe.metrics)
         wrong, wrong_of_five = list[Tensor](), list[Tensor]()
         with routing_metrics(model) as routing:
-            for pixels, labels in image_batches(images, range(len(images)), batch_size(images.shape[-1], model.device)):
-                logits = classify(pixels.to(model.device)).cpu()
-                wrong.append(~in_top_k(logits, labels))
-                wrong_of_five.append(~in_top_k(logits, labels, 5))
-                chosen.update(logits, labels)
+            for pixels, labels in batches:
+                logits, right = classify(pixels.to(model.device)).cpu(), labels.cpu()
+                wrong.append(~in_top_k(logits, right))
+                wrong_of_five.append(~in_top_k(logits, right, 5))
+                chosen.update(logits, right)
         every = torch.cat(wrong)
-        errors = {"figure": error_of(every), "top5": error_of(torch.cat(wrong_of_five)), "examples": len(images)}
+        errors = {"figure": error_of(every), "top5": error_of(torch.cat(wrong_of_five)), "examples": len(every)}
         return {**errors, "per_example": per_image(every), **chosen.result(), **routing}
-
-    @torch.no_grad()
-    def _forward_attacked(self, model: Any, pixels: Tensor, labels: Tensor) -> dict[str, Any]:
-        """Return the routing metrics on attacked images, and the recipe's further metrics."""
-        classify = self.classifier(model)
-        chosen, batch = ChosenMetrics(self.recipe.metrics), batch_size(pixels.shape[-1], model.device)
-        with routing_metrics(model) as routing:
-            for part, own in zip(pixels.split(batch), labels.split(batch), strict=True):
-                chosen.update(classify(part), own)
-        return {**chosen.result(), **routing}
 
 
 @final
@@ -298,14 +266,13 @@ class DomainTask(ImageTask):
 
     def with_recipe(self, recipe: Recipe) -> Self:
         other = super().with_recipe(recipe)
-        other.image_set = other._split()
+        other.source = other.image_set = other._split()
         return other
 
     def for_seed(self, seed: int) -> Self:
         other = copy.copy(self)
         other.split_seed = seed
-        other.image_set = other._split()
-        return other
+        return other.with_recipe(self.recipe)
 
     @property
     def measure(self) -> Measure:
@@ -350,31 +317,3 @@ def image_batches(images: Images, numbers: Sequence[int], size: int) -> Iterator
     for start in range(0, len(numbers), size):
         some = list(numbers[start : start + size])
         yield images.pixels(some), images.labels[some]
-
-
-def attack_images(
-    model: Any,
-    task: Task,
-    kinds: str | Sequence[str],
-    *,
-    budget: float | Sequence[float],
-    steps: int = 20,
-    examples: int = 512,
-    seed: int = 0,
-    **options: Any,
-) -> AttackTable:
-    """Attack test images within `budget` with one attack or several, or apply the corruptions at severity `budget`.
-
-    budget      one, or several: the table then has the error against the budget
-    options     of the attacks: step, restarts, random_start, samples
-    """
-    names = [kinds] if isinstance(kinds, str) else list(kinds)
-    budgets = list(budget) if isinstance(budget, Sequence) else [budget]
-    if not isinstance(task, ImageTask):
-        raise ValueError(f"{names[0]} attacks images, but this model reads texts: use words, typos or routes.")
-    check_images_attacks(names, budgets, options)
-    if examples < 1:
-        raise ValueError(f"examples is {examples}; attack at least 1 image.")
-    pixels, labels = task.test_images(examples, model.device)
-    how: dict[str, Any] = {"budgets": budgets, "steps": steps, "seed": seed, "options": options}
-    return attack_table(task.classifier(model), pixels, labels, names, **how)

@@ -10,7 +10,7 @@ and the difference to the clean texts with a 95% interval over examples, paired 
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, final
@@ -21,20 +21,23 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from holdfast.attacks import AttackedText
-from holdfast.data import Corpus, Document, LabelledText, Order, TextSet, Tokenizer, text_set
+from holdfast.attacks import AttackedText, Scored, Version
+from holdfast.data import Corpus, Document, ExampleOrder, LabelledText, Order, Tokenizer, text_set
 from holdfast.data.documents import WORD_SPLITTERS
 from holdfast.data.encoded_texts import EncodedTexts, PairEncoder
 from holdfast.data.labelled_texts import flat_texts
-from holdfast.data.tokenizers import HubTokenizer, Vocabulary
+from holdfast.data.tokenizers import HubTokenizer
 from holdfast.errors import unknown_name
 from holdfast.hub.tracing import require_positions
-from holdfast.metrics import ChosenMetrics, PerExample, Predictions, Shares, difference_of, level_of
+from holdfast.metrics import ChosenMetrics, Predictions, Shares, difference_of, level_of
 from holdfast.metrics.tasks import IGNORED, LABEL_METRICS, label_metric, label_metrics
+from holdfast.metrics.token_routes import MOST_TOKENS, View
+from holdfast.stored import without_nan
 from holdfast.train.recipe import Recipe
 from holdfast.train.start import padding_token, start_model
-from holdfast.train.task import AttackTable, Examples, HeldOut, Inputs, Measure, evaluating, forward
-from holdfast.train.text_task import VIEW_TOKENS, TextsTask, tokens_per_batch
+from holdfast.train.task import ATTACKED, AttackTable, Examples, HeldOut, Inputs, Measure, evaluating, forward
+from holdfast.train.text_guides import label_score
+from holdfast.train.text_task import TextsTask, tokens_per_batch
 
 PROBE_TOKENS = 2048  # with padding, rounded up to whole texts
 VALIDATION_TEXTS = 4096  # at most
@@ -70,16 +73,8 @@ class LabelTask(TextsTask):
         if part.metric is not None and part.metric not in LABEL_METRICS:
             raise ValueError(f"data.metric: {unknown_name('metric of labels', part.metric, LABEL_METRICS)}")
         wanted = None if part.metric is None else LABEL_METRICS[part.metric].numbers or None
-        self.text_set: TextSet = text_set(
-            part.source,
-            folder=folder,
-            text=part.text,
-            pair=part.pair,
-            label=part.label,
-            regression=wanted,
-            classes=classes,
-            test_only=test_only,
-        )
+        how: dict[str, Any] = {**part.columns(), "regression": wanted, "classes": classes, "test_only": test_only}
+        self.source = self.text_set = text_set(part.source, folder=folder, **how)
         self.metric: str = part.metric or self.text_set.metric
         metric, classes, name = LABEL_METRICS[self.metric], self.text_set.classes, self.text_set.name
         if metric.numbers != self.text_set.is_regression:
@@ -98,6 +93,7 @@ class LabelTask(TextsTask):
         self.tokenizer: Tokenizer = known or self._tokenizer(training_texts)
         pad = padding_token(self.tokenizer)
         self.encoder = PairEncoder(self.tokenizer, part.length, pad=pad, types=self._reads_token_types())
+        self._attacked_texts: dict[tuple[str, float | None], EncodedTexts | None] = {}  # by robust method and budget
         of_transformers = self.preprocessor()
         # Both add the special tokens that a classifier reads.
         self.audit_tokenizer = self.encoder if of_transformers is None else of_transformers
@@ -120,10 +116,6 @@ class LabelTask(TextsTask):
 
         config = transformers.AutoConfig.for_model(self.recipe.model.family, **self.recipe.model.config)
         return int(getattr(config, "type_vocab_size", 0) or 0) > 1
-
-    @property
-    def source(self) -> TextSet:
-        return self.text_set
 
     def audit_inputs(self, tokens: int) -> Iterator[LabelledText]:
         return iter(self.text_set.texts("test"))
@@ -188,8 +180,27 @@ class LabelTask(TextsTask):
     def examples(self, seed: int) -> Examples:
         training, labels = self.recipe.training, self.labels("train")
         order = Order(len(labels), training.batch * training.accumulate, seed)
-        steps = training.step_count(len(labels))
-        return Examples(order, lambda order, places: self._inputs(self.training, labels, order.at(places)), steps)
+        steps, attacked = training.step_count(len(labels)), self._attacked_training
+
+        def fetch(order: ExampleOrder, places: Sequence[int]) -> Inputs:
+            numbers = order.at(places)
+            view = {} if attacked is None else attacked.batch(numbers, self.width)
+            return {
+                **self._inputs(self.training, labels, numbers),
+                **{f"{ATTACKED}{name}": value for name, value in view.items()},
+            }
+
+        return Examples(order, fetch, steps)
+
+    @property
+    def _attacked_training(self) -> EncodedTexts | None:
+        """The training texts as robust training attacks them; None if it attacks no words."""
+        part, rows = self.recipe.robust, self.text_set.texts("train")
+        key = part.method, part.budget
+        if key not in self._attacked_texts:
+            texts = self._attacked_training_texts(flat_texts(rows))
+            self._attacked_texts[key] = None if texts is None else self.encoded(rows, texts)
+        return self._attacked_texts[key]
 
     def validation(self) -> Dataset[Inputs]:
         rows = self.text_set.texts("valid")[:VALIDATION_TEXTS]
@@ -213,18 +224,15 @@ class LabelTask(TextsTask):
         return flat_texts(self.text_set.texts("test")), None
 
     def score(self, model: Any) -> dict[str, Any]:
-        rows = self.text_set.texts("test")
-        clean, predicted = self._scored(model, self.encoded(rows), "test", routing=True)
-        found: dict[str, Any] = {"clean": {**clean, **self._against_majority(predicted)}}
+        clean, predicted = self._scored(model, self.encoded(self.text_set.texts("test")), "test", routing=True)
+        found: dict[str, Any] = {"clean": {**clean, **self._against_majority(clean)}}
         for split in self.text_set.other_tests:
             found["clean"].setdefault("other_tests", {})[split] = self._scored(
                 model, self.encoded(self.text_set.texts(split)), split
             )[0]
-        attacked, changed = self._scored(model, self.encoded(rows, self.attack.texts), "test", routing=True)
-        found["attacked"] = {**attacked, **self._changes(predicted, changed)}
+        found["attacked"] = self._attacked(model, self.attack.texts, clean, predicted, routing=True)
         if self.recipe.attack.rate:
-            typos, changed = self._scored(model, self.encoded(rows, self.attacked_with("typos").texts), "test")
-            found["trials"] = {"typos": {**typos, **self._changes(predicted, changed)}}
+            found["trials"] = {"typos": self._attacked(model, self.attacked_with("typos").texts, clean, predicted)}
         return found
 
     def inputs_to_score(self) -> int:
@@ -240,9 +248,7 @@ class LabelTask(TextsTask):
         predicted, measured = predict(model, encoded, routing=routing, metrics=chosen, labels=self.labels(split))
         labels = self.labels(split).numpy()
         metrics = label_metrics(predicted, labels, classes=len(self.text_set.classes))
-        each = self._per_example(predicted, labels)
-        found: dict[str, Any] = {"figure": self._figure(metrics[self.metric]), **metrics, "examples": len(labels)}
-        found |= {"per_example": each.stored()}
+        found: dict[str, Any] = {**self._score_of(predicted, labels), **metrics, "examples": len(labels)}
         if self.text_set.is_regression:
             found["metrics"] = {LABEL_METRICS[name].name: value for name, value in metrics.items() if name != self.metric}
         if math.isnan(found["figure"]):
@@ -251,50 +257,57 @@ class LabelTask(TextsTask):
             )
         return {**found, **chosen.result(), **measured}, predicted
 
-    def _figure(self, metric: float) -> float:
-        return 100 * (1 - metric) if self.metric == "accuracy" else metric
+    def _score_of(self, predicted: Values, labels: Values) -> dict[str, Any]:
+        """Return the figure of predictions, which may be NaN, and what `difference_of` compares by example."""
+        metric = label_metric(self.metric, predicted, labels)
+        if self.metric != "accuracy":
+            return {"figure": metric, "per_example": Predictions(self.metric, predicted, labels).stored()}
+        wrong = (predicted != labels)[labels != IGNORED].astype(np.float64)
+        return {"figure": 100 * (1 - metric), "per_example": Shares(wrong).stored()}
 
-    def _per_example(self, predicted: Values, labels: Values) -> PerExample:
-        if self.metric == "accuracy":
-            return Shares((predicted != labels)[labels != IGNORED].astype(np.float64))
-        return Predictions(self.metric, predicted, labels)
-
-    def _score_of(self, predicted: Values) -> dict[str, Any]:
-        """Return predictions of the test texts as `difference_of` and `level_of` compare them; NaN has no figure."""
-        labels = self.labels("test").numpy()
-        figure = self._figure(label_metric(self.metric, predicted, labels))
-        each = self._per_example(predicted, labels).stored()
-        return {"figure": None if math.isnan(figure) else figure, "per_example": each}
-
-    def _against_majority(self, predicted: Values) -> dict[str, Any]:
+    def _against_majority(self, clean: Mapping[str, Any]) -> dict[str, Any]:
         """Return the interval of the figure, and of its difference to always predicting the most frequent class of train."""
         found: dict[str, Any] = {}
-        own = self._score_of(predicted)
-        level = level_of([own])
+        level = level_of([without_nan(clean)])
         if level is not None and level.low is not None:
             found["interval"] = {"low": level.low, "high": level.high}
         if not self.text_set.is_regression:
             usual = Counter(row.label for row in self.text_set.splits.get("train", self.text_set.texts("test")))
-            constant = self._score_of(np.full_like(self.labels("test").numpy(), int(usual.most_common(1)[0][0])))
-            found["majority"] = {"figure": constant["figure"], "difference": self._difference(constant, own)}
+            labels = self.labels("test").numpy()
+            constant = self._score_of(np.full_like(labels, int(usual.most_common(1)[0][0])), labels)
+            found["majority"] = {"figure": without_nan(constant["figure"]), "difference": self._difference(constant, clean)}
         return found
 
-    def _changes(self, before: Values, after: Values) -> dict[str, Any]:
-        """Return how an attack changes predictions, and the difference of the figure, paired by example."""
-        paired = {"paired": self._difference(self._score_of(before), self._score_of(after))}
+    def _attacked(
+        self, model: Any, texts: Sequence[str], clean: Mapping[str, Any], before: Values, *, routing: bool = False
+    ) -> dict[str, Any]:
+        """Return the score on attacked test texts, how predictions change, and the difference of the figure."""
+        rows = self.text_set.texts("test")
+        attacked, after = self._scored(model, self.encoded(rows, texts), "test", routing=routing)
+        name, change = "predictions_changed", after != before
         if self.text_set.is_regression:
-            return {"mean_change": float(np.abs(after - before).mean()), **paired}
-        return {"predictions_changed": float((after != before).mean()), **paired}
+            name, change = "mean_change", np.abs(after - before)
+        return {**attacked, name: float(change.mean()), "paired": self._difference(clean, attacked)}
 
     def _difference(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any] | None:
-        found = difference_of([before], [after])
+        found = difference_of([without_nan(before)], [without_nan(after)])
         return None if found is None else {**found.summary(), "examples": len(self.text_set.texts("test"))}
 
-    def _attack_table(self, model: Any, kind: str, attack: AttackedText) -> AttackTable:
+    def _score(self, model: Any) -> Callable[[int, Sequence[Version]], Scored]:
         rows = self.text_set.texts("test")
-        clean, before = self._scored(model, self.encoded(rows), "test")
-        attacked, after = self._scored(model, self.encoded(rows, attack.texts), "test")
-        attacked |= self._changes(before, after)
+
+        def encode(number: int, versions: Sequence[str]) -> EncodedTexts:
+            row = rows[number % len(rows)]
+            if row.pair is None:
+                return self.encoder.encode(versions)
+            same = [row.pair if number < len(rows) else row.text] * len(versions)
+            return self.encoder.encode(*((versions, same) if number < len(rows) else (same, versions)))
+
+        return label_score(model, encode, self.labels("test"), tokens_per_batch(model))
+
+    def _attack_table(self, model: Any, kind: str, attack: AttackedText) -> AttackTable:
+        clean, before = self._scored(model, self.encoded(self.text_set.texts("test")), "test")
+        attacked = self._attacked(model, attack.texts, clean, before)
         names = [name for name in LABEL_METRICS if name in clean]
         changed = attacked.get("predictions_changed", attacked.get("mean_change"))
         what = "mean change of a prediction" if self.text_set.is_regression else "share of predictions that change"
@@ -314,13 +327,9 @@ class LabelTask(TextsTask):
         width = int(encoded.lengths.max())
         return encoded.batch(range(min(len(encoded), -(-PROBE_TOKENS // width))))
 
-    def view(self, model: Any) -> Mapping[str, Any]:
-        encoded = self.encoded(self.text_set.texts("test")[:VIEW_TOKENS])
-        count = max(1, int((encoded.ends <= VIEW_TOKENS).sum()))
-        view = self._view(model, encoded.batch(range(count)))
-        if isinstance(self.tokenizer, Vocabulary):
-            view["pieces"] = [f"{piece} " for piece in view["pieces"]]
-        return view
+    def view(self, model: Any) -> View:
+        encoded = self.encoded(self.text_set.texts("test")[:MOST_TOKENS])
+        return self._view(model, encoded.batch(range(max(1, int((encoded.ends <= MOST_TOKENS).sum())))))
 
 
 @torch.no_grad()

@@ -24,20 +24,26 @@ from holdfast.hub import router_loss_scale
 from holdfast.hub.install import hooks_of
 from holdfast.kernels.finite import require_finite_so_far
 from holdfast.routing import Router
-from holdfast.train.captured_step import CapturedStep
-from holdfast.train.checkpoint import TrainingState, load_weights, read_checkpoint, restore_random, write_checkpoint
+from holdfast.train.augmentation import soft_labels
+from holdfast.train.fast_step import CapturedStep
 from holdfast.train.recipe import TrainingPart
+from holdfast.train.robust_step import RobustLosses
 from holdfast.train.run_folder import (
     LOOP_FILES,
     NeededFiles,
+    TrainingState,
     delete_old_checkpoints,
+    load_weights,
     newest_complete,
+    read_checkpoint,
+    read_deltas,
     reading_checkpoint,
     require_same_kind,
+    restore_random,
     step_of,
+    write_checkpoint,
 )
-from holdfast.train.snapshots import damaged_snapshot, snapshot_steps, take_snapshot
-from holdfast.train.soft_labels import soft_labels
+from holdfast.train.snapshots import damaged_snapshot, take_snapshot
 from holdfast.train.step import (
     Step,
     StepRecord,
@@ -75,19 +81,25 @@ class TrainingLoop:
         model.to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         model.config.use_cache = False
         self.optimizer = adamw(model, self.training)
-        checkpoint = resume_point(folder, self.steps, LOOP_FILES)
+        self.due = self.training.snapshot_steps(self.steps)
+        checkpoint = resume_point(folder, self.due, LOOP_FILES)
         self.state = TrainingState() if checkpoint is None else read_checkpoint(checkpoint, model, self.optimizer)
-        self.training_step = TrainingStep(model, self.optimizer, self.training, self.steps)
+        robust = task.recipe.robust
+        self.robust = None if robust.method == "none" else RobustLosses(model, robust, task.scaling)
+        if self.robust is not None and checkpoint is not None:
+            self.robust.deltas = read_deltas(checkpoint, model.device)
+        self.training_step = TrainingStep(model, self.optimizer, self.training, self.steps, self.robust)
         self.training_step.done = self.state.global_step
         self.step: Step = CapturedStep(self.training_step) if self.training_step.on_gpu else self.training_step
         if hooks_of(model) is not None:
             router_loss_scale(model, 1 / self.training.accumulate)
         self.probe = task.probe()
         self.held_out = task.validation() if self.training.needs_validation else None
-        self.due = set(snapshot_steps(self.steps))
+        self.batch = task.interference_batch(seed)
         self.routers = [module for module in model.modules() if isinstance(module, Router)]
         self.log = StepLog(folder / LOG, self.state.log, guard)
-        self.batches = _batches(task.examples(seed), self.training, self.steps, model.device, self.state.global_step)
+        done = range(self.state.global_step, self.steps)
+        self.batches = _batches(task.examples(seed), self.training, done, model.device, robust.replays)
         if checkpoint is not None:
             restore_random(checkpoint)  # after the data loader has drawn its seed
 
@@ -104,13 +116,16 @@ class TrainingLoop:
         return self.state.log
 
     def _run_steps(self) -> None:
-        self.log.rewrite()
+        self.guard()
+        write_atomically(self.log.path, as_json_lines(self.state.log))  # the lines of the checkpoint that it resumes from
         self.model.train()  # also if it is in training mode: parts set themselves up for the state that was loaded
         inputs = next(self.batches, None)
         if inputs is not None and self.state.compiles(self.training.compile) and isinstance(self.step, CapturedStep):
             self.step.compile(inputs)
         self.tick(self.state.global_step)  # after compilation, which must not count as a slow first step
         try:
+            if self.state.global_step == 0:
+                self._take_snapshot()
             while inputs is not None:
                 inputs = self._run_step(inputs)
             self.log.flush()
@@ -130,11 +145,7 @@ class TrainingLoop:
         self.state.global_step += 1
         self.log.add(self.state.global_step, record)
         following = next(self.batches, None)
-        if self.state.global_step in self.due:
-            self.log.flush()
-            self.guard()
-            require_no_links(self.folder / "snapshots", self.folder)
-            take_snapshot(self.model, self.probe, self.k, self.state.global_step, self.folder / "snapshots")
+        self._take_snapshot()
         self.tick(self.state.global_step)
         is_saved = self.training.saves(self.state.global_step, self.steps)
         if self.training.validates(self.state.global_step, self.steps):
@@ -145,8 +156,18 @@ class TrainingLoop:
             require_finite_so_far()
             require_finite_weights(self.model, self.state.global_step)
             self.state.compiled = self.training_step.is_compiled
-            write_checkpoint(self.folder, self.model, self.optimizer, self.state, self.guard)
+            deltas = {} if self.robust is None else self.robust.deltas
+            write_checkpoint(self.folder, self.model, self.optimizer, self.state, deltas, self.guard)
         return following
+
+    def _take_snapshot(self) -> None:
+        """Write a snapshot if one is due after the steps so far."""
+        if self.state.global_step in self.due:
+            self.log.flush()
+            self.guard()
+            folder = self.folder / "snapshots"
+            require_no_links(folder, self.folder)
+            take_snapshot(self.model, self.probe, self.k, self.state.global_step, folder, self.batch)
 
     def _validate(self, is_saved: bool) -> None:
         """Log the results on held-out data; of a step that is saved, note whether it is the best so far."""
@@ -175,11 +196,6 @@ class StepLog:
     def __init__(self, path: Path, lines: Log, guard: Guard) -> None:
         self.path, self.lines, self.guard = path, lines, guard
         self._waiting: deque[_Arriving] = deque()
-
-    def rewrite(self) -> None:
-        """Write the lines before the first step of this process: those of the checkpoint that it resumes from."""
-        self.guard()
-        write_atomically(self.path, as_json_lines(self.lines))
 
     def add(self, step: int, record: StepRecord) -> None:
         """Add the line of a step. On a GPU, wait for older steps only if there are `STEPS_AHEAD` of them."""
@@ -256,18 +272,16 @@ def held_out_loss(model: Any, dataset: Dataset[Inputs], batch: int, *, counts_la
 
 
 def _batches(
-    examples: Examples, training: TrainingPart, steps: int, device: torch.device, finished: int
+    examples: Examples, training: TrainingPart, steps: range, device: torch.device, replays: int
 ) -> Iterator[list[Inputs]]:
-    """Return an iterator over the micro-batches of each step after the finished ones, on the device, in a fixed order."""
-    examples = examples.on(device)
-    places = range(finished * training.batch * training.accumulate, len(examples))
-    loader = iter(DataLoader(examples, batch_size=training.batch, sampler=places, collate_fn=unchanged))
+    """Return an iterator over the micro-batches of the `steps`, counted from 0, on the device, in a fixed order.
 
-    def batches() -> Iterator[list[Inputs]]:
-        for _ in range(finished, steps):
-            yield [to_device(next(loader), device) for _ in range(training.accumulate)]
-
-    return batches()
+    replays   how many steps in a row have the same batch
+    """
+    examples, size = examples.on(device), training.batch * training.accumulate
+    places = (place for step in steps for place in range(step // replays * size, (step // replays + 1) * size))
+    loader = iter(DataLoader(examples, batch_size=training.batch, sampler=places, collate_fn=unchanged))  # type: ignore[arg-type]
+    return ([to_device(next(loader), device) for _ in range(training.accumulate)] for _ in steps)
 
 
 def unchanged(batch: Any) -> Any:
@@ -284,12 +298,11 @@ def to_device(inputs: Inputs, device: torch.device) -> Inputs:
     return {name: copies[id(tensor)] for name, tensor in inputs.items()}
 
 
-def resume_point(folder: Path, steps: int, needed: NeededFiles, *, warn: bool = True) -> Path | None:
-    """Return the checkpoint to resume from, if any; warn if a newer one is damaged.
+def resume_point(folder: Path, due: Sequence[int], needed: NeededFiles, *, warn: bool = True) -> Path | None:
+    """Return the checkpoint to resume from, if any; warn if a newer one is damaged, or lacks one of the `due` snapshots.
 
     Raise ValueError if the newest one is of the other kind: a run that started again would delete it.
     """
-    due = snapshot_steps(steps)
     require_same_kind(folder, needed)
 
     def find_missing_snapshot(checkpoint: Path) -> str | None:

@@ -5,15 +5,17 @@ and attack. It is a frozen dataclass. `from_mapping` builds it from plain values
 value (`training.steps`). An unknown key raises an error that suggests the closest one.
 
 A router choice is one router of a comparison, written as in `smoe,similarity[causal=false,tau=2],symphony+smooth,ac@1,3`.
+Braces after it change how this router is trained: `smooth{method=pgd,budget=0.01}` sets keys of the section `robust`, and
+`smooth{losses.z=0.1}` keys of the section `losses`.
 """
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from importlib import resources
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 from holdfast.attacks import find_attack
 from holdfast.checked import Limits, from_mapping
@@ -22,9 +24,9 @@ from holdfast.files import MIB, depth_exceeds, read_text
 from holdfast.metrics import ChosenMetrics
 from holdfast.model_size import require_sane_numbers
 from holdfast.plugins import plugins_of
-from holdfast.routing.grammar import split_routers
-from holdfast.routing.layer_names import has_layers, preset_names, resolve_layers, written_name
-from holdfast.train.augmentation import AugmentPart
+from holdfast.routing.grammar import read_value, split_braces, split_routers
+from holdfast.routing.presets import has_layers, preset_names, resolve_layers, written_name
+from holdfast.train.augmentation import AugmentPart, Share
 
 RECIPES = resources.files("holdfast.train") / "recipes"
 LONGEST_TOKEN = 100  # most letters of the word that an attack swaps in
@@ -37,8 +39,18 @@ OF_TASKS = {  # keys that are for some tasks only: the tasks, and what these are
     "data.test_bytes": (("text",), "language models"),
     "data.held_out": (("domains",), "images of several domains"),
     "data.shifts": (("images",), "images"),
+    "losses.word_noise": (("text", "labels"), "texts"),
     "training.augment": (IMAGES, "images"),
     "attack.budgets": (IMAGES, "images"),
+}
+
+TEXT_METHODS = ("words", "typos")  # of robust training
+ROBUST_STEPS = 5
+EXAMPLE = "smooth{method=pgd,budget=0.01}"  # of a router choice, in errors
+ROBUST_KEYS = {  # keys that not every method of robust training has
+    "pgd": ("steps", "step", "routing", "routing_term"),
+    "fast": ("step", "routing", "routing_term"),
+    "free": ("steps", "step"),
 }
 
 Schedule = Callable[[int], float]  # from a number of finished steps
@@ -51,7 +63,6 @@ Restarts = Annotated[int, Limits(1, 1000, "a whole number from 1 to 1,000")]
 Samples = Annotated[int, Limits(1, 4096, "a whole number from 1 to 4,096")]
 Steps = Annotated[int, Limits(1, 100_000, "a whole number from 1 to 100,000")]
 Amount = Annotated[float, Limits(0, math.inf, "a number of at least 0")]
-Share = Annotated[float, Limits(0, 1, "a number between 0 and 1")]
 Smoothing = Annotated[float, Limits(0, 0.999, "a number of at least 0 and below 1")]
 Severity = Annotated[int, Limits(1, 5, "a whole number from 1 to 5")]
 Above0 = Annotated[float, Limits(1e-6, 1e12, "a number above 0 and at most 10^12")]
@@ -92,13 +103,19 @@ class SparsePart:
 
 @dataclass(frozen=True, kw_only=True)
 class LossesPart:
-    """The coefficients of the losses that routers add in training (`holdfast.Losses`)."""
+    """The coefficients of the losses that are added in training, and settings of two of them (`holdfast.Losses`)."""
 
     balance: Amount = 0.01
     importance: Amount = 0.0
     load: Amount = 0.0
     z: Amount = 0.0
     entropy: Amount = 0.0
+    margin: Amount = 0.0
+    radius: Amount = 0.0
+    diversity: Amount = 0.0
+    distillation: Amount = 0.0
+    consistency: Amount = 0.0
+    word_noise: Share = 0.0  # the share of token ids that are others in the second forward of `consistency`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +133,7 @@ class DataPart:
     label: str | None = None  # for labels: column of the labels
     metric: str | None = None  # for labels: accuracy, f1, macro_f1, matthews, pearson, spearman; no value: the usual one
     test_bytes: Positive | None = None  # use only the first bytes of the test text
+    score_validation: bool = False  # for texts: score the validation text too, clean and attacked
     size: Pixels | None = None  # pixels per side that images from a folder are scaled to
     train_tokens: Positive | None = None  # use only the first tokens of the training text
     held_out: str | None = None  # for domains: the one that is not trained on; no value: each in turn, in a comparison
@@ -125,6 +143,10 @@ class DataPart:
         for key, names in (("source", [self.source]), ("shifts", self.shifts)):
             if not all(name.strip() for name in names):
                 raise ValueError(f"data.{key} has an empty name, which would be the current folder; write a name or a path.")
+
+    def columns(self) -> dict[str, Any]:
+        """Return the columns of a table of labelled texts, as `data.text_set` takes them."""
+        return {"text": self.text, "pair": self.pair, "label": self.label}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +165,9 @@ class TrainingPart:
     accumulate: Positive = 1  # micro-batches per step
     precision: Literal["float32", "bf16"] = "float32"
     save_every: Positive = 100  # steps between checkpoints; an interrupted run resumes from the last one
-    validate_every: Positive | None = None  # steps between evaluations on held-out data, which the log shows
+    validate_every: Positive | None = None  # steps between evaluations on held-out data, which log and page show
+    snapshots: Positive | list[Count] = 5  # of the routing: how many, evenly spaced, or after which steps (0: at the start)
+    interference: bool = False  # snapshots also have the gradient interference of experts, for a forward and a backward each
     keep: Literal["last", "best"] = "last"  # "best": the best checkpoint on held-out data
     best_by: Literal["loss", "figure"] = "loss"  # what "best" compares: the loss, or the figure of the task
     label_smoothing: Smoothing = 0.0  # the share of a target that is spread over all classes
@@ -156,6 +180,8 @@ class TrainingPart:
             raise ValueError(f"give one of training.steps and training.epochs; this recipe has {found}.")
         if self.floor and self.schedule == "constant":
             raise ValueError("training.floor is for the schedules linear and cosine; a constant learning rate has none.")
+        if self.snapshots == []:
+            raise ValueError("training.snapshots is empty; name at least one step, or give a number of snapshots.")
 
     def step_count(self, examples: int) -> int:
         """Return the number of steps with this number of training examples."""
@@ -194,6 +220,18 @@ class TrainingPart:
         """Return whether a checkpoint is written after this step."""
         return step % self.save_every == 0 or step == steps
 
+    def snapshot_steps(self, steps: int) -> list[int]:
+        """Return the steps after which snapshots are taken, ascending; a number of them includes the last step."""
+        if isinstance(self.snapshots, int):
+            count = min(self.snapshots, steps)
+            return sorted({round(steps * part / count) for part in range(1, count + 1)})
+        if max(self.snapshots) > steps:
+            raise ValueError(
+                f"training.snapshots has step {max(self.snapshots)}, and the run ends after step {steps}; name earlier "
+                "steps, or give a number of snapshots."
+            )
+        return sorted(set(self.snapshots))
+
     def validates(self, step: int, steps: int) -> bool:
         """Return whether the model is evaluated on held-out data after this step."""
         is_due = self.validate_every is not None and step % self.validate_every == 0
@@ -203,6 +241,66 @@ class TrainingPart:
     def needs_validation(self) -> bool:
         """Whether a run evaluates on held-out data at all."""
         return self.validate_every is not None or self.keep == "best"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RobustPart:
+    """Robust training: a step also trains on a perturbed view of its batch (`robust_step`). By default it does not.
+
+    The perturbation is of pixels, with l_inf and values between 0 and 1, or of the embeddings of tokens, with l2 relative to
+    the length of each embedding. "words" and "typos" attack the training texts once, before the training.
+    """
+
+    method: Literal["none", "pgd", "fast", "free", "noise", "words", "typos"] = "none"
+    # of a pixel or, relative, of an embedding; of "noise", its standard deviation; of words, the share that is changed
+    budget: Above0 | None = None
+    steps: Steps | None = None  # of "pgd"; of "free", how many steps in a row use the same batch; no value: 5
+    step: Above0 | None = None  # size of a step; no value: 2.5 budget / steps, of "fast" 1.25 budget, of "free" the budget
+    mix: Share = 0.5  # weight of the loss of the perturbed view; the clean batch has the rest
+    routing: Amount = 0.0  # weight of the routing term that "pgd" and "fast" maximise beside the loss
+    routing_term: Literal["leaving", "balance"] = "leaving"  # the gates that leave the clean experts, or the balance loss
+    consistency: Amount | None = None  # weight of that loss of the gates; no value: 0.1 for words and typos, else 0
+
+    def __post_init__(self) -> None:
+        given = {field.name for field in fields(self) if getattr(self, field.name) != field.default} - {"method"}
+        allowed = {"budget", "mix", "consistency", *ROBUST_KEYS.get(self.method, ())}
+        if self.method == "none":
+            allowed = set()
+        elif self.budget is None:
+            raise ValueError(f"robust.budget is missing: robust.method {self.method} needs one.")
+        if wrong := sorted(given - allowed):
+            raise ValueError(
+                f"robust.{wrong[0]} has no effect with robust.method {self.method}; remove it, or set it to null."
+            )
+        if self.method != "none" and not (self.mix or self.weight_of_consistency):
+            raise ValueError("robust.mix is 0, so the perturbed view changes nothing; give it a weight, or a consistency.")
+        if self.method in TEXT_METHODS and self.budget is not None and self.budget > 1:
+            raise ValueError(f"robust.budget is {self.budget:g}; for {self.method} it is a share of words, at most 1.")
+
+    @property
+    def replays(self) -> int:
+        """How many steps in a row use the same batch."""
+        return self.inner_steps if self.method == "free" else 1
+
+    @property
+    def inner_steps(self) -> int:
+        return 1 if self.method == "fast" else self.steps or ROBUST_STEPS
+
+    @property
+    def relative_step(self) -> float:
+        """The size of a step, as a share of the budget."""
+        assert self.budget is not None
+        usual = {"fast": 1.25, "free": 1.0}.get(self.method, 2.5 / self.inner_steps)
+        return usual if self.step is None else self.step / self.budget
+
+    @property
+    def weight_of_consistency(self) -> float:
+        return self.consistency if self.consistency is not None else 0.1 if self.method in TEXT_METHODS else 0.0
+
+    @property
+    def compares_gates(self) -> bool:
+        """Whether the gates of the clean view are compared with those of the perturbed one."""
+        return bool(self.weight_of_consistency or (self.routing and self.routing_term == "leaving"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,6 +344,7 @@ class Recipe:
     training: TrainingPart
     sparse: SparsePart = SparsePart()
     losses: LossesPart = LossesPart()
+    robust: RobustPart = RobustPart()
     task: Literal["text", "labels", "images", "domains"] = "text"
     data: DataPart = DataPart()
     attack: AttackPart = AttackPart()
@@ -255,10 +354,20 @@ class Recipe:
         if self.model.family is not None and self.sparse.experts is None:
             raise ValueError("sparse.experts is missing.")
         for key, (tasks, what) in OF_TASKS.items():
-            if self.task not in tasks and attrgetter(key)(self) not in (None, [], AugmentPart()):
+            if self.task not in tasks and attrgetter(key)(self) not in (None, 0.0, [], AugmentPart()):
                 raise ValueError(f"{key} is for {what} (task: {tasks[0]}), and this task is {self.task}.")
+        if self.task in IMAGES and self.robust.method in TEXT_METHODS:
+            raise ValueError(f"robust.method is {self.robust.method}, which is for texts, and this task is {self.task}.")
+        if self.training.compile and self.robust.method != "none":
+            raise ValueError(
+                f"training.compile compiles a step without robust training, and robust.method is {self.robust.method}: set "
+                "one of the two to its default. A GPU replays such a step as a CUDA graph in any case."
+            )
         if self.attack.name is not None:
-            find_attack(self.attack.name, "images" if self.task in IMAGES else "text")
+            attack = find_attack(self.attack.name, "images" if self.task in IMAGES else "text")
+            if attack.reads_model:
+                why = "a comparison attacks the same texts for every router, and this attack makes others for every model"
+                raise ValueError(f"attack.name: {why}; run `holdfast attack MODEL {attack.name}` after the training.")
         if self.metrics:
             ChosenMetrics(self.metrics)  # raises if a name is unknown
         require_sane_numbers({**self.model.config, "sparse.experts": self.sparse.experts}, "model.config")
@@ -271,6 +380,22 @@ class Recipe:
         """Return descriptions of the plugins that its data, its attack and its metrics come from."""
         attacks = [] if self.attack.name is None else [self.attack.name]
         return plugins_of(datasets=[self.data.source], attacks=attacks, metrics=self.metrics)
+
+
+def changed_keys(recipe: Mapping[str, Any], kind: type = Recipe) -> dict[str, Any]:
+    """Return what differs from the defaults in the values of a recipe, as `Recipe.describe` returns them."""
+    kinds = get_type_hints(kind)
+    defaults = {
+        each.name: each.default if each.default_factory is MISSING else each.default_factory() for each in fields(kind)
+    }
+    found: dict[str, Any] = {}
+    for name, value in recipe.items():
+        if is_dataclass(part := kinds.get(name)) and isinstance(value, Mapping):
+            inside = changed_keys(value, part)  # type: ignore[arg-type]
+            found |= {name: inside} if inside else {}
+        elif name not in defaults or value != defaults[name]:
+            found[name] = value
+    return found
 
 
 def recipes() -> dict[str, str]:
@@ -290,18 +415,21 @@ def load_recipe(name: str, changes: Mapping[str, Any] | None = None) -> Recipe:
             raise ValueError(f"there is no recipe {path}.") from None
     else:
         raise ValueError(f"{unknown_name('recipe', name, _names())} The path of a .yaml file works too.")
-    values = _changed(from_yaml(text, name), changes or {})
+    values = from_yaml(text, name)
+    own, about = _changed_model(values, changes or {}), values.get("about")
+    values = _changed(values, changes or {})
+    if own and isinstance(about, str):  # which describes the model without the changes
+        of = (changes or {}).get("model.checkpoint")
+        values["about"] = f"{about}, changed by {', '.join(own)}" if of is None else f"models from {of}"
     try:
-        recipe: Recipe = from_mapping(Recipe, values)
+        return from_mapping(Recipe, values)
     except ValueError as mistake:
         raise ValueError(f"recipe {name}: {mistake}") from None
-    return recipe
 
 
 def change_recipe(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
     """Return a recipe with `changes` such as {"training.steps": 50}, checked as `load_recipe` checks them."""
-    changed: Recipe = from_mapping(Recipe, _changed(recipe.describe(), changes))
-    return changed
+    return from_mapping(Recipe, _changed(recipe.describe(), changes))
 
 
 def parse_pairs(pairs: Iterable[str], example: str, form: str = "{}") -> dict[str, Any]:
@@ -355,6 +483,18 @@ def from_yaml(text: str, name: str) -> dict[str, Any]:
     return values
 
 
+def _changed_model(values: Mapping[str, Any], changes: Mapping[str, Any]) -> list[str]:
+    """Return the changes that give a recipe another model, as text."""
+    found = []
+    for key, value in changes.items():
+        before: Any = values
+        for section in key.split("."):
+            before = before.get(section) if isinstance(before, Mapping) else None
+        if key.startswith("model.") and value != before:
+            found.append(f"{key}={value}")
+    return found
+
+
 def _changed(values: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Set the values at paths such as `training.steps`, in place, and return all.
 
@@ -378,7 +518,7 @@ def _changed(values: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, An
 
 @dataclass(frozen=True)
 class RouterChoice:
-    """One router of a comparison: its name, its layers, its options and its number of experts per token.
+    """One router of a comparison: its name, its layers, its options, its number of experts per token and its training.
 
     `router` is the name without options; for a name with layers, such as `ac[mix=2]@1,3|smooth`, all of it in one spelling.
     """
@@ -387,6 +527,11 @@ class RouterChoice:
     router: str
     options: Mapping[str, Any] = field(default_factory=dict)
     k: int | None = None  # experts per token; None: as in the recipe
+    training: Mapping[str, Any] = field(default_factory=dict)  # changes of the recipe, such as {"robust.method": "pgd"}
+
+    def recipe(self, recipe: Recipe) -> Recipe:
+        """Return the recipe that this router is trained with."""
+        return change_recipe(recipe, self.training) if self.training else recipe
 
     def with_k(self, k: int, name: str) -> "RouterChoice":
         """Return the same router under another name, with k experts per token in every layer."""
@@ -398,7 +543,8 @@ class RouterChoice:
     def describe(self) -> dict[str, Any]:
         """Return the values that two results of the same router must share, and the checksums of its plugins if any."""
         plugins = plugins_of(routers=preset_names(self.router))
-        return {**asdict(self), **({"plugins": plugins} if plugins else {})}
+        described = {key: value for key, value in asdict(self).items() if key != "training" or value}
+        return {**described, **({"plugins": plugins} if plugins else {})}
 
 
 def parse_routers(written: str) -> list[RouterChoice]:
@@ -407,8 +553,30 @@ def parse_routers(written: str) -> list[RouterChoice]:
 
 
 def parse_router(written: str) -> RouterChoice:
-    """Return the router choice for one router name, such as `similarity[tau=2]`."""
-    routers = resolve_layers(written)
-    if has_layers(written):
-        return RouterChoice(written, written_name(routers))
-    return RouterChoice(written, routers[0].router, routers[0].options, routers[0].k)
+    """Return the router choice for one router name, such as `similarity[tau=2]` or `smooth{method=pgd,budget=0.01}`."""
+    router, braces = split_braces(written)
+    training = _training_changes(braces, written) if braces else {}
+    routers = resolve_layers(router)
+    if has_layers(router):
+        return RouterChoice(written, written_name(routers), training=training)
+    return RouterChoice(written, routers[0].router, routers[0].options, routers[0].k, training)
+
+
+def _training_changes(braces: str, written: str) -> dict[str, Any]:
+    """Return what the braces of a router choice change in a recipe."""
+    inside = braces[1:-1]
+    if not braces.endswith("}") or not inside.strip() or set(inside) & set("{}"):
+        raise ValueError(f"{written!r} has braces that cannot be read: write them once, at the end, as in {EXAMPLE}.")
+    names = {each.name: f"robust.{each.name}" for each in fields(RobustPart)}
+    names |= {f"losses.{each.name}": f"losses.{each.name}" for each in fields(LossesPart)}
+    found: dict[str, Any] = {}
+    for pair in inside.split(","):
+        name, sign, value = (text.strip() for text in pair.partition("="))
+        if not sign or not value:
+            raise ValueError(f"{pair.strip()!r} in {written!r} sets no value; write key=value, as in {EXAMPLE}.")
+        if name not in names:
+            raise ValueError(f"{written!r}: {unknown_name('training setting', name, names)}")
+        if names[name] in found:
+            raise ValueError(f"{written!r} sets {name} twice.")
+        found[names[name]] = value if names[name] == "robust.method" else read_value(value)
+    return found

@@ -8,17 +8,17 @@
 Differences and means over seeds are `metrics.Difference`: each has a 95% interval.
 """
 
-import base64
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
-from holdfast.checked import Limits, from_mapping
+from holdfast.checked import from_mapping
 from holdfast.metrics import Cost, Difference
+from holdfast.metrics.token_routes import View
 from holdfast.routing.grammar import short_keys, split_options, written_pairs
-from holdfast.stored import StoredRecord
+from holdfast.stored import ShownRecord
 from holdfast.train.papers import PaperRun
 from holdfast.train.task import Measure
 
@@ -26,7 +26,6 @@ COMPUTE_TOLERANCE = 0.005  # relative to the baseline's experts per token; a sma
 POINTS = 200  # points of a training curve at most; longer curves are averaged
 
 Better = Literal["higher", "lower"]
-Natural = Annotated[int, Limits(0, math.inf, "a whole number from 0")]
 
 
 @dataclass(frozen=True)
@@ -120,6 +119,11 @@ class Row:
     cost: RowCost | None = None
     cost_difference: Difference | None = None
     equal_compute: EqualCompute | None = None
+    consistency: Difference | None = None  # share of tokens that keep their experts under noise, over all layers
+    consistency_difference: Difference | None = None
+    step_seconds: float | None = None  # of a training step
+    flops: float | None = None  # of a forward, per token of a text or per image
+    peak_bytes: float | None = None  # of GPU memory in training
     metrics: dict[str, MetricRow] = field(default_factory=dict)
     shifts: dict[str, ShiftRow] = field(default_factory=dict)
     scores: dict[str, ScoreRow] = field(default_factory=dict)  # "clean", and the names of attacks
@@ -201,7 +205,8 @@ class Dropped:
 @dataclass(frozen=True)
 class Strip:
     width: float
-    share: float | None
+    share: float | None  # of tokens with an expert in the strip that is not among their k best
+    experts: float | None = None  # such experts per token
 
 
 @dataclass(frozen=True)
@@ -218,6 +223,21 @@ class Layer:
     near_ties: NearTies
     instability: float | None = None
     dropped: Dropped | None = None  # None: experts are not limited
+
+
+@dataclass(frozen=True)
+class ExpertsPerToken:
+    mean: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerState(Layer):
+    """The routing of a layer at one snapshot."""
+
+    experts_per_token: ExpertsPerToken
+    sparsity: float | None  # of its expert graph: the share of the pairs of experts whose entry is 0
+    width: float | None = None  # of the strip of a smooth router in training
+    interference: float | None = None  # of the gradients of its experts; None: not measured
 
 
 @dataclass(frozen=True)
@@ -257,10 +277,10 @@ class TrainingCurve:
     width: int
 
     @classmethod
-    def of(cls, log: Sequence[Mapping[str, Any]]) -> Self:
-        """Return at most `POINTS` points of a log."""
+    def of(cls, log: Sequence[Mapping[str, Any]], points: int = POINTS) -> Self:
+        """Return at most this many points of a log."""
         entries = [entry for entry in log if "loss" in entry]
-        width = max(1, math.ceil(len(entries) / POINTS))
+        width = max(1, math.ceil(len(entries) / points))
         parts = [entries[start : start + width] for start in range(0, len(entries), width)]
         known = [[entry["loss"] for entry in part if entry["loss"] is not None] for part in parts]
         steps = [statistics.fmean(entry["step"] for entry in part) for part in parts]
@@ -268,10 +288,26 @@ class TrainingCurve:
 
 
 @dataclass(frozen=True)
+class ValidationCurve:
+    """What was logged on held-out data (`training.validate_every`)."""
+
+    steps: list[int]
+    losses: list[float | None]
+    figures: list[float | None]  # the error of the task; empty if it follows from the loss
+
+    @classmethod
+    def of(cls, log: Sequence[Mapping[str, Any]]) -> Self:
+        lines = [line for line in log if "eval_loss" in line]
+        figures = [line["eval_figure"] for line in lines if "eval_figure" in line]
+        return cls([int(line["step"]) for line in lines], [line["eval_loss"] for line in lines], figures)
+
+
+@dataclass(frozen=True)
 class LayerSnapshots:
     layer: int
     fluctuation: list[float | None]  # between each snapshot and the next
     graphs: list[list[list[float | None]]]  # of each snapshot, experts x experts
+    states: list[LayerState]  # of each snapshot
 
 
 @dataclass(frozen=True)
@@ -286,8 +322,8 @@ class Snapshots:
                 raise ValueError(
                     f"layer {layer.layer} needs a fluctuation between each of {len(self.steps)} steps and the next"
                 )
-            if len(layer.graphs) != len(self.steps):
-                raise ValueError(f"layer {layer.layer} needs a graph for each of {len(self.steps)} steps")
+            if not len(layer.graphs) == len(layer.states) == len(self.steps):
+                raise ValueError(f"layer {layer.layer} needs a graph and a state for each of {len(self.steps)} steps")
             if any(len(row) != len(graph) for graph in layer.graphs for row in graph):
                 raise ValueError(f"layer {layer.layer} has a graph that is not square")
 
@@ -299,38 +335,12 @@ class Consistency:
 
 
 @dataclass(frozen=True)
-class ShownImage:
-    label: str
-    said: str
-    width: int
-    pixels: str  # base64 of a byte for each pixel, row by row; 0 is black
-    grid: list[Natural]  # patches down and across
-    experts: list[list[Natural]]  # the first expert of each patch, row by row, for each layer
+class Origin:
+    """Where and when a cell was trained."""
 
-    def __post_init__(self) -> None:
-        if len(self.grid) != 2 or any(len(layer) != math.prod(self.grid) for layer in self.experts):
-            raise ValueError("each layer needs one expert for each patch of the grid")
-        if self.width < 1 or not self.size or self.size % self.width:
-            raise ValueError("the rows of pixels differ in length")
-
-    @property
-    def size(self) -> int:
-        """The number of pixels."""
-        return len(base64.b64decode(self.pixels, validate=True))
-
-
-@dataclass(frozen=True)
-class View:
-    """Test examples with the first expert of each of their tokens: a text, or images."""
-
-    kind: Literal["text", "images"]
-    pieces: list[str] = field(default_factory=list)
-    experts: list[list[Natural]] = field(default_factory=list)  # of each piece, for each layer
-    images: list[ShownImage] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        if any(len(layer) != len(self.pieces) for layer in self.experts):
-            raise ValueError("each layer needs one expert for each piece")
+    device: str | None = None
+    finished: str | None = None  # in UTC
+    seconds: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,20 +354,21 @@ class CellResult:
     first_batch: str  # hashes
     last_batch: str
     curve: TrainingCurve
+    validation: ValidationCurve
     clean: CleanScore
     attacked: AttackScore
     trials: dict[str, AttackScore] = field(default_factory=dict)  # by the name of the attack
     snapshots: Snapshots
     consistency: Consistency
     view: View
+    origin: Origin = field(default_factory=Origin)
 
     @classmethod
     def of(cls, result: Mapping[str, Any]) -> Self:
         """Return what is kept of the content of a `result.json`."""
         where = f"the result of {result['router']}, seed {result['seed']}"
-        curve = {"curve": vars(TrainingCurve.of(result["log"]))}
-        found: Self = from_mapping(cls, {**result, **curve}, where, skip_unknown=True)
-        return found
+        curves = {"curve": TrainingCurve.of(result["log"]), "validation": ValidationCurve.of(result["log"])}
+        return from_mapping(cls, {**result, **curves}, where, skip_unknown=True)
 
 
 @dataclass(frozen=True)
@@ -385,12 +396,13 @@ class Run:
     metrics: list[Metric] = field(default_factory=list)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Results(StoredRecord):
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Results(ShownRecord):
     """A comparison. The first row is the baseline; in a sweep, its router is the baseline of each setting."""
 
     file_name = "results.json"
     kind = "a comparison"
+    page = "holdfast.report.comparison_page:comparison_page"
     remedy = "run the same `holdfast compare` again"
 
     run: Run
@@ -399,6 +411,7 @@ class Results(StoredRecord):
     domains: list[DomainRow] = field(default_factory=list)  # if several domains were held out
     cells: list[CellResult]
     paper: PaperRun | None = None  # the experiment of a paper that it ran
+    command: str | None = None  # the last one that trained or added cells; None: Python did
 
     def __post_init__(self) -> None:
         if not self.rows or not all(map(self.cells_of, self.rows)):

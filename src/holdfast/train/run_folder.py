@@ -8,19 +8,37 @@ run that has neither a checkpoint nor a result is replaced by another one.
 A checkpoint is complete if it has a manifest with the size and SHA-256 of each of its files, and the files agree with it.
 Others are skipped, because the Trainer would load some of them without an error and train another model. There are two
 kinds: those of the training loop (`LOOP_FILES`) and those of the Hugging Face Trainer (`TRAINER_FILES`).
+
+A checkpoint of the training loop has what a run needs to continue with the same numbers:
+
+    model.safetensors, config.json, ...   the model with its routers, as `save_pretrained` writes it
+    optimizer.tensors                     moments and step count of every parameter that has been updated
+    random.tensors                        the states of all random number generators
+    deltas.tensors                        with "free" robust training only: the perturbations that the next step starts from
+    training.json                         step, best step and log
+    checkpoint.json                       the manifest, written last
+
+All of them are safetensors or JSON: reading a checkpoint runs nothing that is in it. Three are not named *.safetensors,
+because in the folder of a model every file of that name is a part of its weights (`hub.folder_files`).
 """
 
 import hashlib
 import json
 import logging
 import os
+import random
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
+import numpy as np
+import safetensors.torch
+import torch
 from safetensors import SafetensorError
+from torch import Tensor
 
 from holdfast.files import (
     LARGE,
@@ -33,13 +51,14 @@ from holdfast.files import (
     require_no_links_inside,
     write_atomically,
 )
-from holdfast.hub.folder_files import sha256_of
-from holdfast.locking import Lock, OtherHostError, is_lock_file
+from holdfast.hub.folder_files import check_folder, sha256_of
+from holdfast.locking import LOCK_FILES, Lock, OtherHostError
 
 RUN_FILE = "run.json"
 BEGUN = {RUN_FILE, "router.json", "log.jsonl"}  # files that a run writes before its first checkpoint
 SNAPSHOT = re.compile(r"\d{8}\.json")  # and in the folder `snapshots`
 OPTIONAL = {"plugins", "sweep"}  # keys that not every run has
+DIFFERENCES = {"holdfast": "another version of Holdfast", "plugins": "other plugins, or another version of one"}
 CHECKSUM = "checksum"
 
 MANIFEST, FORMAT = "checkpoint.json", 1  # the manifest is written last
@@ -67,6 +86,9 @@ logger = logging.getLogger("holdfast")
 
 
 # JSON files
+OPTIMIZER, RANDOM, DELTAS = "optimizer.tensors", "random.tensors", "deltas.tensors"
+MOMENTS = {"step", "exp_avg", "exp_avg_sq"}  # what AdamW keeps for each parameter that it has updated
+WORDS = 624  # of a Mersenne Twister's state
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -135,7 +157,7 @@ def is_only_begun(folder: Path) -> bool:
 
 def _is_of_process(name: str) -> bool:
     """Return whether a file belongs to a lock, or is one that a killed process has not finished."""
-    return is_lock_file(name) or PARTIAL.fullmatch(name) is not None
+    return name in LOCK_FILES or PARTIAL.fullmatch(name) is not None
 
 
 def agrees(path: Path, content: Any) -> bool:
@@ -154,19 +176,11 @@ def _difference(folder: Path, identity: dict[str, Any]) -> str:
     stored, mine = read_json(folder / RUN_FILE), json.loads(json.dumps(identity))
     if not isinstance(stored, dict) or stored.keys() - OPTIONAL != mine.keys() - OPTIONAL:
         return "of another command"
-    words = []
-    for key in {**mine, **stored}:
-        if (value := stored.get(key)) == mine.get(key):
-            continue
-        if key == "router" and isinstance(value, dict) and "name" in value:
-            words.append(f"router {value['name']}")
-        elif key == "plugins":
-            words.append("other plugins, or another version of one")
-        elif key == "sweep":
-            words.append(f"a sweep of {', '.join(map(str, value))}" if isinstance(value, list) else "no sweep")
-        else:
-            words.append(f"{key} {value}" if key in ("holdfast", "seed") else f"another {key}")
-    return ", ".join(words)
+    different = [key for key in {**mine, **stored} if stored.get(key) != mine.get(key)]
+    words = {**DIFFERENCES, "seed": f"seed {stored.get('seed')}"}
+    if isinstance(router := stored.get("router"), dict):
+        words["router"] = f"router {router.get('name')}"
+    return ", ".join(words.get(key, f"another {key}") for key in different)
 
 
 def claim(folder: Path, identity: dict[str, Any]) -> None:
@@ -240,8 +254,7 @@ def require_same_kind(folder: Path, needed: NeededFiles) -> None:
 
 def find_damage(checkpoint: Path, needed: NeededFiles = LOOP_FILES) -> str | None:
     """Return what is wrong with a checkpoint or with the best one that it refers to; None if both are complete."""
-    reason = _damaged_files(checkpoint, needed)
-    if reason is not None:
+    if (reason := _damaged_files(checkpoint, needed)) is not None:
         return reason
     state_file = needed["state of training"]
     state: Any = _read_or_none(checkpoint / state_file)
@@ -249,11 +262,9 @@ def find_damage(checkpoint: Path, needed: NeededFiles = LOOP_FILES) -> str | Non
     if type(step) is not int or step != step_of(checkpoint):
         return f"is damaged: its {state_file} is of another step"
     best = state.get("best_global_step")
-    if best is None:
-        return None
-    if type(best) is not int or not 0 < best <= step:
+    if best is not None and (type(best) is not int or not 0 < best <= step):
         return f"is damaged: its {state_file} names no best step"
-    if best == step:
+    if best in (None, step):
         return None
     reason = _damaged_files(checkpoint.with_name(f"checkpoint-{best}"), needed)
     return None if reason is None else f"cannot be used: the best checkpoint, checkpoint-{best}, {reason}"
@@ -339,3 +350,131 @@ def reading_checkpoint(checkpoint: object) -> Iterator[None]:
     except Exception as problem:  # the files are untrusted, and a library that reads them may raise anything
         reason = (str(problem).strip() or type(problem).__name__).splitlines()[0]
         raise ValueError(f"{checkpoint} cannot be read ({reason}); delete it to resume without it.") from None
+
+
+@final
+@dataclass
+class TrainingState:
+    """What a run knows besides its model, optimizer and random numbers: the content of training.json."""
+
+    global_step: int = 0  # finished steps
+    best_global_step: int | None = None  # the step with the best result on held-out data
+    best_loss: float | None = None  # that result: the smallest loss, or the smallest figure (`training.best_by`)
+    compiled: bool = False  # whether the step is compiled; a resumed run does the same
+    log: list[dict[str, float]] = field(default_factory=list)
+
+    def compiles(self, wanted: bool) -> bool:
+        """Return whether to compile the step: as wanted, or in a resumed run as the run before it did."""
+        return wanted if self.global_step == 0 else self.compiled
+
+
+def write_checkpoint(
+    folder: Path,
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    state: TrainingState,
+    deltas: dict[str, Tensor],
+    guard: Callable[[], None],
+) -> None:
+    """Write a checkpoint of the step in `state`, and delete old ones. If a write fails, raise a one-line OSError."""
+    checkpoint = folder / f"checkpoint-{state.global_step}"
+    require_no_links(checkpoint, folder)
+    guard()
+    remove_folder(checkpoint, folder)  # an incomplete one: its files must not mix with the new ones
+    with writing_checkpoint(checkpoint, guard):
+        model.save_pretrained(checkpoint, save_original_format=False)  # `load_weights` needs the names of the model
+        moments = {  # by parameter name: `exp_avg/lm_head.weight`
+            f"{kind}/{name}": tensor.detach().cpu().contiguous()
+            for name, parameter in model.named_parameters()
+            for kind, tensor in optimizer.state.get(parameter, {}).items()
+        }
+        safetensors.torch.save_file(moments, checkpoint / OPTIMIZER)
+        safetensors.torch.save_file(_random_states(), checkpoint / RANDOM)
+        if deltas:
+            safetensors.torch.save_file({name: delta.cpu() for name, delta in deltas.items()}, checkpoint / DELTAS)
+        write_atomically(checkpoint / LOOP_STATE, json.dumps(asdict(state)) + "\n")
+        guard()
+        write_checkpoint_manifest(checkpoint)
+    guard()
+    delete_old_checkpoints(folder, state.global_step, KEPT_CHECKPOINTS, state.best_global_step)
+
+
+def read_checkpoint(checkpoint: Path, model: Any, optimizer: torch.optim.Optimizer) -> TrainingState:
+    """Load model and optimizer from a complete checkpoint, and return the state; `restore_random` is separate.
+
+    Raise a one-line ValueError if a file cannot be read.
+    """
+    check_folder(checkpoint)
+    with reading_checkpoint(checkpoint):
+        state = TrainingState(**read_json(checkpoint / LOOP_STATE, limit=LARGE))
+        is_log = isinstance(state.log, list) and all(isinstance(line, dict) for line in state.log)
+        if not is_log or not isinstance(state.best_loss, float | None):
+            raise ValueError(f"its {LOOP_STATE} has values of other types")
+        load_weights(checkpoint, model)
+        _load_moments(safetensors.torch.load_file(checkpoint / OPTIMIZER), model, optimizer)
+    return state
+
+
+def load_weights(checkpoint: Path, model: Any) -> None:
+    """Load the weights of a checkpoint into the model; raise ValueError if a weight is missing or of another model."""
+    loaded: dict[str, Tensor] = {}
+    for file in sorted(checkpoint.glob("model*.safetensors")):
+        loaded |= safetensors.torch.load_file(file)
+    missing, unexpected = model.load_state_dict(loaded, strict=False)
+    state = model.state_dict()
+    places = {state[name].data_ptr() for name in loaded if name in state}
+    lost = [name for name in missing if state[name].data_ptr() not in places]  # a tied weight is saved under one name
+    if lost or unexpected:
+        raise ValueError(f"its weights are of another model: {(lost + unexpected)[0]} does not match")
+
+
+def restore_random(checkpoint: Path) -> None:
+    """Set all random number generators to their states in the checkpoint."""
+    with reading_checkpoint(checkpoint):
+        states = safetensors.torch.load_file(checkpoint / RANDOM)
+        python, numpy = states["python"].tolist(), states["numpy"].tolist()
+        has_python, of_python, has_numpy, of_numpy = states["normal"].tolist()  # the second number of a pair, if drawn
+        random.setstate((python[0], tuple(python[1:]), of_python if has_python else None))
+        words = np.array(numpy[:WORDS], dtype=np.uint32)
+        np.random.set_state(("MT19937", words, numpy[WORDS], int(has_numpy), of_numpy))
+        torch.set_rng_state(states["torch"])
+        if torch.cuda.is_available() and "cuda" in states:
+            torch.cuda.set_rng_state(states["cuda"])
+
+
+def read_deltas(checkpoint: Path, device: torch.device) -> dict[str, Tensor]:
+    """Return the perturbations of "free" robust training; none if the checkpoint has no file of them."""
+    if not (checkpoint / DELTAS).exists():
+        return {}
+    with reading_checkpoint(checkpoint):
+        return {name: delta.to(device) for name, delta in safetensors.torch.load_file(checkpoint / DELTAS).items()}
+
+
+def _random_states() -> dict[str, Tensor]:
+    version, words, normal = random.getstate()
+    numpy: Any = np.random.get_state()
+    states = {
+        "python": torch.tensor([version, *words]),
+        "numpy": torch.tensor([*numpy[1].tolist(), numpy[2]]),
+        "normal": torch.tensor([normal is not None, normal or 0.0, *numpy[3:]], dtype=torch.float64),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _load_moments(tensors: dict[str, Tensor], model: Any, optimizer: torch.optim.Optimizer) -> None:
+    named = dict(model.named_parameters())
+    updated = named.keys() & {key.partition("/")[2] for key in tensors}
+    wrong = tensors.keys() ^ {f"{kind}/{name}" for name in updated for kind in MOMENTS}
+    if wrong or not updated:
+        raise ValueError(f"its {OPTIMIZER} is of another model: {min(wrong, default='it is empty')} does not match")
+    optimizer.state.clear()
+    for key, tensor in tensors.items():
+        kind, _, name = key.partition("/")
+        parameter = named[name]
+        place = parameter.new_zeros((), dtype=torch.float32) if kind == "step" else torch.zeros_like(parameter)
+        if tensor.shape != place.shape:
+            raise ValueError(f"its {OPTIMIZER} is of another model: {key} has shape {tuple(tensor.shape)}")
+        optimizer.state[parameter][kind] = place.copy_(tensor)

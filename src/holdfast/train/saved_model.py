@@ -18,7 +18,7 @@ from holdfast.hub.install import specs_of
 from holdfast.hub.specs import NATIVE
 from holdfast.hub.tracing import longest_sequence, require_finite, require_positions
 from holdfast.plugins import plugins_of
-from holdfast.routing.layer_names import preset_names
+from holdfast.routing.presets import preset_names
 from holdfast.train.image_reading import image_reading, image_size, index_for, is_folder, named_images, was_trained_on
 from holdfast.train.image_task import DomainTask, ImageTask
 from holdfast.train.label_task import LabelTask
@@ -73,8 +73,7 @@ class TrainedModel:
         if recipe.task == "domains":
             task: ImageTask = DomainTask(recipe, data, scaling=scaling)
         else:
-            trained_on = self.recipe.data.source
-            if is_folder(part.source) and not was_trained_on(part.source, self.record.state, trained_on):
+            if is_folder(part.source) and not was_trained_on(part.source, self.record.state, self.recipe.data.source):
                 tested = named_images(self.model, classes, part.source, index_for(part.source, class_index))
             task = ImageTask(recipe, data, scaling=scaling, tested=tested)
         if tested is None and list(task.image_set.classes) != classes:
@@ -97,9 +96,8 @@ class TrainedModel:
         # Of the texts that the model was trained on, only the test split may be scored.
         was_trained_on = part.source == self.recipe.data.source
         if part.source not in text_sets() and stored is not None:
-            columns: dict[str, Any] = {"text": part.text, "pair": part.pair, "label": part.label}
             try:
-                was_trained_on = text_set(part.source, folder=data, classes=classes, **columns).checksum == stored
+                was_trained_on = text_set(part.source, folder=data, classes=classes, **part.columns()).checksum == stored
             except ValueError:  # such as one that cannot be split
                 was_trained_on = False
         how: dict[str, Any] = {"known": self.record.tokenizer(), "classes": classes, "test_only": not was_trained_on}

@@ -1,5 +1,6 @@
 """A saved image classifier with the shifted test sets that a user has named: `holdfast evaluate MODEL --shift FOLDER`."""
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,11 +10,11 @@ import torch
 
 from holdfast.data.shifted_images import ShiftedFolder
 from holdfast.hub.checkpoint import local_folder
-from holdfast.train.image_attacks import classifier
+from holdfast.train.image_attacks import Classifier
 from holdfast.train.image_reading import ImageReading, image_reading, image_size, index_for
 from holdfast.train.image_task import ImageTask, evenly_spaced
 from holdfast.train.saved_model import TrainedModel, classes_of, is_image_classifier, load_model, load_model_and_task
-from holdfast.train.shifted_tests import CleanImages, ShiftedTests, recognise_all, require_no_clean_images
+from holdfast.train.shifted_tests import ShiftedTests, recognise_all, require_no_clean_images
 from holdfast.train.start import scaling_from
 from holdfast.train.task_record import is_trained, read_record
 
@@ -36,7 +37,7 @@ class ShiftEvaluation:
 
     def score(self) -> dict[str, dict[str, Any]]:
         """Return the results by the names of the tests; the model's own test images are "clean"."""
-        return self.tests.score(classifier(self.model, self.reading.scaling), self.model.device, with_clean=True)
+        return self.tests.score(Classifier(self.model, self.reading.scaling), self.model.device, with_clean=True)
 
 
 def load_with_shifts(
@@ -68,8 +69,7 @@ def load_with_shifts(
             no_clean = str(problem)
     index, task = index_for(source, class_index), None
     if no_clean is None:
-        where: dict[str, Any] = {"source": source, "data": data, "class_index": class_index}
-        model, task = load_model_and_task(path, **where, loading=loading)
+        model, task = load_model_and_task(path, source=source, data=data, class_index=class_index, loading=loading)
     else:
         require_no_clean_images(found)
         model = load_model(path, loading)
@@ -82,9 +82,9 @@ def load_with_shifts(
         reading = image_reading(local_folder(path), model.config.model_type, image_size(model))
     shape, how = (model.config.num_channels, image_size(model), image_size(model)), dict[str, Any]()
     if task is not None:
-        images = task.image_set.images("test")
-        outputs = images.labels if task.outputs is None else torch.tensor(task.outputs)[images.labels]
-        shape, how["clean"] = images.shape, CleanImages(images, outputs)
-        how["made"] = evenly_spaced(len(images), EXAMPLES)
+        images = copy.copy(task.image_set.images("test"))
+        if task.image_set.outputs is not None:
+            images.labels = torch.tensor(task.image_set.outputs)[images.labels]
+        shape, how["clean"], how["made"] = images.shape, images, evenly_spaced(len(images), EXAMPLES)
     how |= {"prepare": reading.prepare, "index": index}
     return ShiftEvaluation(model, reading, found, ShiftedTests(found, classes, shape, **how), no_clean)

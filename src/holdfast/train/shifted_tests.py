@@ -3,8 +3,8 @@
     classes       error, %: ImageNet-A, ImageNet-R, or any folder with class folders
     outliers      AUPR, %: how well a low confidence tells outliers (ImageNet-O) from test images; higher is better
     corrupted     mCE, % for all of ImageNet-C, else the mean error, %
-    corruptions   a name, not a folder: the corruptions of `holdfast.attacks` that need no files, applied to the model's own
-                  test images at all severities
+    corruptions   a name, not a folder: the corruptions of `holdfast.attacks`, applied to the model's own test images at all
+                  severities; for classes of ImageNet also mCE
 
 If a folder has only some of the model's classes, only their logits are compared, as in the code that its authors published
 (https://github.com/hendrycks/natural-adv-examples, https://github.com/hendrycks/imagenet-r).
@@ -15,13 +15,14 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
+from statistics import fmean
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
+from holdfast.attacks import CORRUPTIONS
 from holdfast.data import Images
 from holdfast.data.images import Prepare
 from holdfast.data.shifted_images import (
@@ -40,7 +41,7 @@ from holdfast.metrics.tasks import (
     in_top_k,
     mean_corruption_error,
 )
-from holdfast.train.image_attacks import Classify, Corrupted, error_of, made_corruptions, mean, per_image
+from holdfast.train.image_attacks import FROST, Classify, Corrupted, error_of, per_image
 
 MADE = "corruptions"  # the name of the corruptions that are made here
 SEED = 0  # of the corruptions that are made here
@@ -50,15 +51,6 @@ THREADS = 4  # that decode images while the model runs
 
 Cell = tuple[str, int]  # a corruption and a severity
 Consume = Callable[[Tensor, Tensor], None]  # logits of a batch, and the outputs that are right
-
-
-@final
-@dataclass(frozen=True)
-class CleanImages:
-    """The model's own test images: outliers are told from them, and corruptions are applied to them."""
-
-    images: Images
-    outputs: Tensor  # (N,) int64: the right output of each image
 
 
 def recognise_all(written: Sequence[str]) -> list[ShiftedFolder | None]:
@@ -83,7 +75,8 @@ class ShiftedTests:
     found       what `recognise_all` returned
     classes     the model's classes, in the order of its outputs
     shape       (channels, height, width) that the model reads
-    clean       its own test images; None: there are none, and tests that need them raise ValueError
+    clean       its own test images, whose labels are the right outputs: outliers are told from them, and corruptions are
+                applied to them; None: there are none, and tests that need them raise ValueError
     prepare     resizes and crops image files; by default the shorter side is scaled, and the central square is used
     index       for folders that name classes by WordNet id, if the model's classes have names
     made        numbers of the test images that `corruptions` are applied to
@@ -95,7 +88,7 @@ class ShiftedTests:
         classes: Sequence[str],
         shape: tuple[int, int, int],
         *,
-        clean: CleanImages | None = None,
+        clean: Images | None = None,
         prepare: Prepare | None = None,
         index: ClassIndex | None = None,
         made: Sequence[int] = (),
@@ -119,7 +112,7 @@ class ShiftedTests:
                 raise ValueError(f"two shifted test sets are called {name}; rename one of the folders.")
             self.folders[name], self.columns[name] = one, self._columns_of(one, index)
             columns = self.columns[name]
-            inliers = clean is None or columns is None or torch.isin(clean.outputs, torch.tensor(columns)).any()
+            inliers = clean is None or columns is None or torch.isin(clean.labels, torch.tensor(columns)).any()
             if one.kind == "outliers" and not inliers:
                 raise ValueError(f"the test images have none of the classes of {one.folder}, so nothing is told apart.")
 
@@ -146,8 +139,8 @@ class ShiftedTests:
 
     def inputs_to_score(self, *, with_clean: bool = False) -> int:
         """Return how many images the model is run on."""
-        clean = len(self.clean.images) if self.clean is not None and (with_clean or self._needs_clean()) else 0
-        made = len(self.made) * (1 + len(SEVERITIES) * len(made_corruptions()))  # clean too
+        clean = len(self.clean) if self.clean is not None and (with_clean or self._needs_clean()) else 0
+        made = len(self.made) * (1 + len(SEVERITIES) * len(CORRUPTIONS))  # clean too
         return clean + made + sum(map(len, self.folders.values()))
 
     def _needs_clean(self) -> bool:
@@ -164,7 +157,7 @@ class ShiftedTests:
         clean = _ClassesTest(None, None, len(self.classes))
         if self.clean is not None and (with_clean or self._needs_clean()):
             consumers: list[Consume] = [clean.add, *(test.add_clean for test in tests.values())]
-            _forward(classify, device, self.clean.images, self.clean.outputs, consumers)
+            _forward(classify, device, self.clean, consumers)
         for name, one in self.folders.items():
             outputs = self.columns[name] or [0] * len(one.classes)  # outliers have no right output
             labels = dict(zip(one.classes, outputs, strict=True))
@@ -172,15 +165,19 @@ class ShiftedTests:
                 # Corrupted images are published at the size that models read, and are not resized again.
                 images = one.images(part, labels, self.size, None if one.kind == "corrupted" else self.prepare)
                 add = partial(tests[name].add, cell=(part.corruption, part.severity))
-                _forward(classify, device, images, images.labels, [add])
+                _forward(classify, device, images, [add])
         found = {name: {"kind": self.folders[name].kind, **test.result()} for name, test in tests.items()}
         if self.made and self.clean is not None:
-            made = Corrupted(self.clean.images.pixels(self.made), SEED)
-            right = self.clean.outputs[self.made].to(device)
+            made = Corrupted(self.clean.pixels(self.made), SEED)
+            right = self.clean.labels[self.made].to(device)
             each, every = made.errors(classify, right, SEVERITIES)
-            errors = {kind: {str(severity): by[kind] for severity, by in each.items()} for kind in made_corruptions()}
-            row = _error_row(mean(mean(by_severity.values()) for by_severity in errors.values()))
-            counts = {"clean_same": made.clean_error(classify, right), "examples": len(self.made), "seed": SEED}
+            errors = {kind: {str(severity): by[kind] for severity, by in each.items()} for kind in CORRUPTIONS}
+            means = {kind: fmean(by_severity.values()) for kind, by_severity in errors.items()}
+            row = {**_error_row(fmean(means.values())), "clean_same": made.clean_error(classify, right)}
+            counts: dict[str, Any] = {"examples": len(self.made), "seed": SEED}
+            if are_wordnet_ids(self.classes):
+                counts["mce"] = mean_corruption_error(means, ALEXNET_ERRORS)
+            counts["note"] = f"{FROST}; published figures are of other images."
             found[MADE] = {"kind": MADE, **row, **counts, "errors": errors, "per_example": per_image(every)}
         return {**({"clean": {"kind": "clean", **clean.result()}} if with_clean and self.clean else {}), **found}
 
@@ -269,7 +266,7 @@ class _CorruptedTest(_Test):
         errors: dict[str, dict[str, float]] = {}
         for (corruption, severity), of_cell in self.wrong.items():
             errors.setdefault(corruption, {})[str(severity)] = error_of(torch.cat(of_cell))
-        means = {corruption: mean(each.values()) for corruption, each in errors.items()}
+        means = {corruption: fmean(each.values()) for corruption, each in errors.items()}
         found: dict[str, Any] = {"examples": self.examples, "classes": self.classes, "errors": errors}
         if are_wordnet_ids(self.folder.classes):  # say why the figure is not the published mCE
             if missing := _missing_corruptions(self.folder):
@@ -280,13 +277,13 @@ class _CorruptedTest(_Test):
                 classes = counted(self.classes, "class", "classes")
                 found["note"] = f"mCE over {classes} cannot be compared with numbers that are published for ImageNet-C."
         if not _has_mce(self.folder):
-            return {**_error_row(mean(means.values())), **found}
+            return {**_error_row(fmean(means.values())), **found}
         if any(map(len, self.clean)):  # there are clean images of these classes
             clean = error_of(torch.cat(self.clean))
             relative = {"clean": clean, "baseline_clean": ALEXNET_CLEAN_ERROR}
             found |= {"clean": clean, "relative_mce": mean_corruption_error(means, ALEXNET_ERRORS, **relative)}
         mce = mean_corruption_error(means, ALEXNET_ERRORS)
-        return {"figure": mce, "measure": "mCE, %", "better": "lower", "mean_error": mean(means.values()), **found}
+        return {"figure": mce, "measure": "mCE, %", "better": "lower", "mean_error": fmean(means.values()), **found}
 
 
 def _has_mce(one: ShiftedFolder) -> bool:
@@ -300,7 +297,7 @@ def _missing_corruptions(one: ShiftedFolder) -> list[str]:
     return [f"{kind}/{severity}" for kind in ALEXNET_ERRORS for severity in SEVERITIES if (kind, severity) not in cells]
 
 
-def _forward(classify: Classify, device: Any, images: Images, outputs: Tensor, consumers: Sequence[Consume]) -> None:
+def _forward(classify: Classify, device: Any, images: Images, consumers: Sequence[Consume]) -> None:
     """Run the model on all images, and give the logits of each batch to every consumer; threads decode the next batches."""
     batches = [range(start, min(start + BATCH, len(images))) for start in range(0, len(images), BATCH)]
     with ThreadPoolExecutor(THREADS) as pool:
@@ -309,7 +306,7 @@ def _forward(classify: Classify, device: Any, images: Images, outputs: Tensor, c
             waiting.extend(pool.submit(images.pixels, later) for later in batches[place + THREADS : place + THREADS + 1])
             logits = classify(waiting.popleft().result().to(device)).float().cpu()
             for consume in consumers:
-                consume(logits, outputs[numbers.start : numbers.stop])
+                consume(logits, images.labels[numbers.start : numbers.stop])
 
 
 def _error_row(error: float) -> dict[str, Any]:

@@ -20,12 +20,13 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from holdfast.metrics.tasks import IGNORED
 from holdfast.train.recipe import TrainingPart
+from holdfast.train.robust_step import RobustLosses
 from holdfast.train.task import Inputs
 
 BETAS, EPSILON = (0.9, 0.999), 1e-8  # of AdamW, as the Trainer sets them
 NOT_DECAYED = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")  # parameters, as in the Trainer
-IGNORED_LABEL = -100
 
 
 @final
@@ -69,31 +70,32 @@ class TrainingStep:
 
     steps    of the whole run
     done     number of finished steps; set it when a run is resumed
+    robust   the losses of a step that also trains on a perturbed view of its batch; None: it does not
+    compiled   what is called in place of the model, for inputs of these shapes only: others would be compiled, unchecked
     """
 
-    def __init__(self, model: Any, optimizer: torch.optim.Optimizer, training: TrainingPart, steps: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        optimizer: torch.optim.Optimizer,
+        training: TrainingPart,
+        steps: int,
+        robust: RobustLosses | None = None,
+    ) -> None:
         self.model, self.optimizer, self.training = model, optimizer, training
         self.rate_factor = training.rate_factor(steps)
         self.counts_labels = accepts_label_count(model)
         self.parameters = list(model.parameters())
-        self.on_gpu = self.parameters[0].is_cuda
+        self.on_gpu, self.robust = self.parameters[0].is_cuda, robust
         self.done = 0
         self._rate: float | None = None
-        self._compiled: tuple[Callable[..., Any], Shapes] | None = None
+        self.compiled: tuple[Callable[..., Any], Shapes] | None = None
         if training.precision == "bf16":
             use_autocast(model)
 
     @property
     def is_compiled(self) -> bool:
-        return self._compiled is not None
-
-    def use_compiled(self, run: Callable[..., Any], inputs: Sequence[Inputs]) -> None:
-        """Call `run` in place of the model, for inputs of these shapes only: other shapes would be compiled, unchecked."""
-        self._compiled = run, shapes_of(inputs)
-
-    def use_uncompiled(self) -> None:
-        """Call the model itself from now on."""
-        self._compiled = None
+        return self.compiled is not None
 
     def __call__(self, inputs: Sequence[Inputs]) -> StepRecord:
         rate = self.set_learning_rate()
@@ -116,8 +118,8 @@ class TrainingStep:
     def compute(self, inputs: Sequence[Inputs]) -> tuple[Tensor, Tensor]:
         """Run forward, backward and update; return the loss and the gradient norm. Only the device part of a step."""
         run = self.model
-        if self._compiled is not None and self._compiled[1] == shapes_of(inputs):
-            run = self._compiled[0]
+        if self.compiled is not None and self.compiled[1] == shapes_of(inputs):
+            run = self.compiled[0]
         loss = self.add_gradients(inputs, run)
         grad_norm = nn.utils.clip_grad_norm_(self.parameters, self.training.clip or float("inf"))
         self.optimizer.step()
@@ -130,12 +132,12 @@ class TrainingStep:
         with masks_without_waiting(inputs) if self.on_gpu else nullcontext():
             count = label_count(inputs) if self.counts_labels else None
             total: Tensor | None = None
-            for batch in inputs:
-                loss = loss_of(run, batch, count)
-                if count is None:
-                    loss = loss / len(inputs)
-                loss.backward()  # type: ignore[no-untyped-call]
-                total = loss.detach() if total is None else total + loss.detach()
+            for number, batch in enumerate(inputs):
+                losses = [loss_of(run, batch, count)] if self.robust is None else self.robust.of_batch(batch, number, count)
+                for loss in losses:
+                    loss = loss if count is not None else loss / len(inputs)
+                    loss.backward()
+                    total = loss.detach() if total is None else total + loss.detach()
         assert total is not None
         return total
 
@@ -161,15 +163,14 @@ def accepts_label_count(model: Any) -> bool:
 def label_count(inputs: Sequence[Inputs]) -> Tensor:
     """Return (): the number of labels in the micro-batches, on their device."""
     labels = [batch["shift_labels"] if "shift_labels" in batch else batch["labels"] for batch in inputs]
-    counts = [own.ne(IGNORED_LABEL).sum() for own in labels]
+    counts = [own.ne(IGNORED).sum() for own in labels]
     return counts[0] if len(counts) == 1 else torch.stack(counts).sum()
 
 
 def loss_of(model: Any, inputs: Inputs, count: Tensor | None) -> Tensor:
     """Return the model's loss on inputs on its device; with a `count`, the sum over labels divided by it."""
     options = {} if count is None else {"num_items_in_batch": count}
-    loss: Tensor = model(**inputs, **options)["loss"]
-    return loss
+    return model(**inputs, **options)["loss"]
 
 
 def use_autocast(model: Any) -> None:

@@ -2,17 +2,28 @@
 
 A router that lets a token read later ones has an easier task than the others in a causal model. Its row says so (`apart`)
 and has no differences; if it is the baseline, no row has.
+
+**Held-out domains** have a row for each router with the mean and the worst accuracy, with intervals over seeds. With a_d the
+accuracy on domain d of the model that was trained on all others (one seed), the two figures of a seed are mean_d a_d and
+min_d a_d. Only seeds for which every held-out domain has been trained are used. Accuracies are in percent. The domains have
+images of their own. So with h_d the distance from a mean to an end of the interval of domain d over its images, that of the
+mean over D domains is sqrt(sum_d h_d^2) / D, and for the worst domain the largest h_d is used.
 """
 
+import json
+import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from holdfast.metrics import Difference, difference_of, level_of
+from holdfast.metrics import Difference, difference_of, level_of, paired
+from holdfast.metrics.paired import over_examples
+from holdfast.train.image_task import HELD_OUT
 from holdfast.train.results import (
     COMPUTE_TOLERANCE,
     CurveRow,
+    DomainRow,
     EqualCompute,
     MetricRow,
     Row,
@@ -25,6 +36,11 @@ Result = Mapping[str, Any]  # of a cell, as its result.json has it
 Seeds = Mapping[int, Result]  # by seed
 Read = Callable[[Result], Mapping[str, Any]]  # from a result to a score: "figure", "per_example"
 APART = "sees later tokens"
+Scores = Mapping[str, Mapping[str, Any]]  # of one seed, by held-out domain: "figure" is the error
+OverDomains = tuple[Callable[[Sequence[float]], float], Callable[[Sequence[float]], float]]
+# Of accuracies, and of distances to an end of the interval.
+MEAN: OverDomains = (statistics.fmean, lambda distances: math.hypot(*distances) / len(distances))
+WORST: OverDomains = (min, max)
 
 
 def summarise(results: Sequence[Result], baseline: str) -> list[Row]:
@@ -70,7 +86,7 @@ def _rows_of_setting(results: Sequence[Result], baseline: str) -> list[Row]:
 def _row(mine: Seeds, theirs: Seeds) -> Row:
     """Return the row of a router; `theirs` are the results of the baseline, empty for the baseline itself."""
     first, results = next(iter(mine.values())), list(mine.values())
-    apart = APART if any(map(_is_apart, results)) else None
+    apart = APART if any(result.get("sees_later_tokens") for result in results) else None
     experts = _experts_per_token(results)
     cost = level_of([_cost(result) for result in results])
     names = dict.fromkeys(name for result in results for name in result["clean"].get("metrics", {}))
@@ -95,6 +111,11 @@ def _row(mine: Seeds, theirs: Seeds) -> Row:
         predictions_changed=_mean(results, "attacked", "predictions_changed"),
         cost=None if cost is None else RowCost(**vars(cost)),
         cost_difference=None if cost is None else _difference(theirs, mine, _cost),
+        consistency=level_of([_reader("consistency")(result) for result in results]),
+        consistency_difference=_difference(theirs, mine, _reader("consistency")),
+        step_seconds=_mean(results, "origin", "step_seconds"),
+        flops=_mean(results, "origin", "flops"),
+        peak_bytes=_mean(results, "origin", "peak_bytes"),
         metrics={name: _metric(mine, theirs, name) for name in names},
         shifts={
             name: ShiftRow(
@@ -108,10 +129,6 @@ def _row(mine: Seeds, theirs: Seeds) -> Row:
         scores=_scores(mine, theirs),
         curves=_curves(results),
     )
-
-
-def _is_apart(result: Result) -> bool:
-    return bool(result.get("sees_later_tokens"))
 
 
 def _cost(result: Result) -> Mapping[str, Any]:
@@ -175,7 +192,7 @@ def _reader(*keys: str) -> Read:
 def _difference(theirs: Seeds, mine: Seeds, read: Read) -> Difference | None:
     """Return the paired difference over common seeds; None if there are none, if a run has no value, or if one is apart."""
     shared = sorted(mine.keys() & theirs.keys())
-    if any(_is_apart(seeds[seed]) for seeds in (theirs, mine) for seed in shared):
+    if any(seeds[seed].get("sees_later_tokens") for seeds in (theirs, mine) for seed in shared):
         return None
     return difference_of(*([read(seeds[seed]) for seed in shared] for seeds in (theirs, mine)))
 
@@ -188,3 +205,74 @@ def _mean(results: Sequence[Result], *keys: str) -> float | None:
 
 def _experts_per_token(results: Sequence[Result]) -> float:
     return statistics.fmean(result["clean"]["routing"]["overall"]["experts_per_token"]["mean"] for result in results)
+
+
+def summarise_domains(results: Sequence[Mapping[str, Any]], baseline: str) -> list[DomainRow]:
+    """Return a row for each router, in each setting of a sweep; empty unless at least two domains were held out.
+
+    A row has the accuracy on each domain, their mean and their worst, each over seeds with a 95% interval, and the paired
+    differences of the mean and the worst to the baseline of the same setting.
+    """
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for result in results:
+        if HELD_OUT in result.get("settings", {}):
+            groups.setdefault(json.dumps(_without_domain(result), sort_keys=True), []).append(result)
+    return [row for group in groups.values() for row in _rows(group, baseline)]
+
+
+def _without_domain(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the setting of a result without its held-out domain."""
+    return {key: value for key, value in result["settings"].items() if key != HELD_OUT}
+
+
+def _rows(results: Sequence[Mapping[str, Any]], baseline: str) -> Iterator[DomainRow]:
+    domains = list(dict.fromkeys(result["settings"][HELD_OUT] for result in results))
+    if len(domains) < 2:
+        return
+    routers: dict[str, dict[int, dict[str, Any]]] = {}
+    for result in results:
+        seeds = routers.setdefault(result["router"], {})
+        seeds.setdefault(result["seed"], {})[result["settings"][HELD_OUT]] = result["clean"]
+    complete = {
+        router: {seed: scores for seed, scores in sorted(seeds.items()) if len(scores) == len(domains)}
+        for router, seeds in routers.items()
+    }
+    for router, mine in complete.items():
+        theirs = {} if router == baseline else complete.get(baseline, {})
+        alone = [[scores] for scores in mine.values()]
+        pairs = [[theirs[seed], mine[seed]] for seed in mine if seed in theirs]
+        if mine:
+            yield DomainRow(
+                router=router,
+                settings=_without_domain(results[0]),
+                seeds=sorted(mine),
+                accuracy={domain: _over_domains(alone, min, max, [domain]) for domain in domains},
+                mean=_over_domains(alone, *MEAN, domains),
+                mean_difference=_over_domains(pairs, *MEAN, domains) if pairs else None,
+                worst=_over_domains(alone, *WORST, domains),
+                worst_difference=_over_domains(pairs, *WORST, domains) if pairs else None,
+            )
+
+
+def _over_domains(
+    seeds: Sequence[Sequence[Scores]],
+    over: Callable[[Sequence[float]], float],
+    distance: Callable[[Sequence[float]], float],
+    domains: Sequence[str],
+) -> Difference:
+    """Return a figure of accuracies over domains; if each seed has two scores, the second minus the first."""
+    accuracies = [[over([100 - scores[domain]["figure"] for domain in domains]) for scores in each] for each in seeds]
+    baseline = [0.0 if len(each) == 1 else each[0] for each in accuracies]
+    other = [each[-1] for each in accuracies]
+    mean, bounds = statistics.fmean(other) - statistics.fmean(baseline), (-100.0 if len(seeds[0]) == 2 else 0.0, 100.0)
+    ends = []  # how far the interval over examples of each error, or of a difference, reaches below and above its mean
+    for domain in domains:
+        routers = [[scores[domain] for scores in router] for router in zip(*seeds, strict=True)]
+        examples, _ = over_examples(*routers)
+        if examples is None:
+            return paired(baseline, other, bounds=bounds)
+        means = [statistics.fmean(score["figure"] for score in scores) for scores in routers]
+        error = means[-1] - (means[0] if len(means) == 2 else 0.0)
+        ends.append((error - examples[0], examples[1] - error))
+    below, above = (distance([end[side] for end in ends]) for side in (1, 0))  # a low error is a high accuracy
+    return paired(baseline, other, examples=(mean - below, mean + above), bounds=bounds)

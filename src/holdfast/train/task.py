@@ -2,33 +2,35 @@
 
 `text_task`, `label_task`, `image_task` and `domain_task` implement it.
 
-An attack of `holdfast attack` returns an `AttackTable`. The attack on the routers works for every task and is defined here;
-the others are defined with their tasks.
+An attack of `holdfast attack` returns an `AttackTable`. Attacks on routers work for every task (`route_attacks`); the others
+are defined with their tasks.
 """
 
 import copy
 import hashlib
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, final
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from holdfast.attacks import AttackWarning, attack_routes
-from holdfast.attacks.threat import check_budget
-from holdfast.data import Corpus, ExampleOrder, ImageSet, TextSet
-from holdfast.hub import has_routers, router_calls, trace
+from holdfast.attacks import AttackWarning
+from holdfast.data import Corpus, ExampleOrder, ImageSet, PixelScaling, TextSet
+from holdfast.hub import has_routers, trace
 from holdfast.hub.tracing import require_known_tokens
 from holdfast.metrics import RoutingReport, boundary_of, describe_metrics
-from holdfast.routing import Context, Router
+from holdfast.metrics.token_routes import View
+from holdfast.routing import Router
 from holdfast.train.recipe import Recipe
 
 Inputs = dict[str, Tensor]  # of a model's forward
+ATTACKED = "attacked_"  # begins the names of the inputs of the attacked view of a batch, which only a training step reads
 AttackTable = dict[str, Any]  # "title", "columns", "rows" to print; "flags" and "summary" to store
 
 
@@ -88,10 +90,10 @@ class Examples(Dataset[Inputs]):
         return self.fetch(self.order, places)
 
     def hash(self, step: int) -> str:
-        """Return a hash of the step's examples: equal hashes mean equal examples."""
+        """Return a hash of the examples at the place of this step: equal hashes mean equal examples."""
         digest = hashlib.sha256()
         places = range(step * self.order.size, (step + 1) * self.order.size)
-        for name, tensor in sorted(self.__getitems__(places).items()):
+        for name, tensor in sorted(clean_inputs(self.__getitems__(places)).items()):
             digest.update(f"{name} {tuple(tensor.shape)}".encode() + tensor.contiguous().numpy().tobytes())
         return digest.hexdigest()[:16]
 
@@ -114,7 +116,8 @@ class Task(ABC):
     """The data of a recipe for training and testing, and how a trained model is evaluated on them (abstract)."""
 
     recipe: Recipe
-    has_held_out_figure: ClassVar[bool] = True  # False: the figure follows from the loss
+    source: Corpus | TextSet | ImageSet  # the data of the task, in splits
+    scaling: PixelScaling | None = None  # how the model reads pixels; None: it reads texts
     faster: ClassVar[str] = "To make it shorter, set training.steps or training.batch to less, or use a smaller model."
 
     @property
@@ -126,11 +129,6 @@ class Task(ABC):
     def other_metrics(self) -> list[dict[str, str]]:
         """The names, descriptions and directions of the metrics beside the measure."""
         return describe_metrics(self.recipe.metrics)
-
-    @property
-    @abstractmethod
-    def source(self) -> Corpus | TextSet | ImageSet:
-        """The data of the task, in splits."""
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
@@ -173,12 +171,12 @@ class Task(ABC):
     def validation(self) -> Dataset[Inputs]:
         """Return the held-out examples that select the best checkpoint."""
 
-    @abstractmethod
     def held_out_figure(self, model: Any) -> float | None:
         """Return the error of a model in evaluation mode on the held-out examples; lower is better, whatever the measure.
 
-        None: it follows from their loss (then `has_held_out_figure` is False).
+        None: it follows from their loss, as the perplexity of a text.
         """
+        return None
 
     @property
     def steps(self) -> int:
@@ -206,8 +204,21 @@ class Task(ABC):
         """Return (vocabulary,): how often each token id occurs in the training data; None if there are no token ids."""
         return None
 
-    def attack_words(self, model: Any, kind: str, *, rate: float, seed: int) -> AttackTable:
-        """Attack the words of the test texts: "words", "generic" or "typos". Raise ValueError if the task has no texts."""
+    def attack_words(
+        self,
+        model: Any,
+        kind: str,
+        *,
+        rate: float,
+        seed: int,
+        synonyms: Path | None = None,
+        encoder: Path | None = None,
+    ) -> AttackTable:
+        """Attack the words of the test texts with a registered attack. Raise ValueError if the task has no texts.
+
+        synonyms    a file with synonyms of words, for attacks that take neighbours of words
+        encoder     a folder with a sentence encoder, for attacks that take the similarity of texts
+        """
         raise ValueError(f"{kind} attacks texts, but this model's task is images: use fgsm, pgd, spsa or corruptions.")
 
     def preprocessor(self) -> Any:
@@ -224,9 +235,19 @@ class Task(ABC):
     def probe(self) -> Inputs:
         """Return a few test examples, the same for every router, on which snapshots of the routing are taken."""
 
+    def interference_batch(self, seed: int) -> Inputs | None:
+        """Return the first training batch, on which snapshots measure the gradient interference; None if they do not."""
+        training = self.recipe.training
+        return clean_inputs(self.examples(seed).__getitems__(range(training.batch))) if training.interference else None
+
     @abstractmethod
-    def view(self, model: Any) -> Mapping[str, Any]:
-        """Return some test examples in readable form, with the first expert of each of their tokens."""
+    def view(self, model: Any) -> View:
+        """Return some test examples in readable form, with the routes of their tokens."""
+
+
+def clean_inputs(batch: Inputs) -> Inputs:
+    """Return the inputs of a batch without those of its attacked view."""
+    return {name: value for name, value in batch.items() if not name.startswith(ATTACKED)}
 
 
 def forward(model: Any, inputs: Inputs) -> Any:
@@ -236,12 +257,6 @@ def forward(model: Any, inputs: Inputs) -> Any:
         require_known_tokens(model, inputs["input_ids"])
         options = {"use_cache": False}
     return model(**{name: tensor.to(model.device) for name, tensor in inputs.items()}, **options)
-
-
-@torch.no_grad()
-def first_experts(routes: Any) -> list[Tensor]:
-    """Return the expert with the largest weight of every token, (T,) on the CPU for each layer."""
-    return [routing.experts[:, 0].cpu() for routing in routes]
 
 
 @contextmanager
@@ -274,43 +289,25 @@ def routing_metrics(model: Any) -> Iterator[dict[str, Any]]:
     found["routing"] = report.result()
 
 
-@contextmanager
-def without_attack_warnings() -> Iterator[None]:
+def without_attack_warnings() -> AbstractContextManager[Any]:
     """Suppress the warnings of attacks inside the `with`: the same flags are stored with the result."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", AttackWarning)
-        yield
+    return warnings.catch_warnings(action="ignore", category=AttackWarning)
 
 
-def attack_routers(model: Any, task: Task, *, budget: float, steps: int, tokens: int, seed: int) -> AttackTable:
-    """Attack each layer's router on its own inputs, for the first probe sequences with about `tokens` tokens in all."""
-    if tokens < 1:
-        raise ValueError(f"examples is {tokens}; attack at least 1 token.")
-    check_budget(budget)
-    probe = task.probe()
-    length = next(iter(probe.values())).shape[1] if "input_ids" in probe else 1
-    few = {name: tensor[: max(1, tokens // length)] for name, tensor in probe.items()}
-    with torch.no_grad(), router_calls(model) as captured:
-        forward(model, few)
-    mask = few.get("attention_mask")
-    has_padding = mask is not None and not bool(mask.all())
-    rows, summaries, flags = [], [], []
-    with without_attack_warnings():
-        for layer, call in enumerate(captured):
-            how: dict[str, Any] = {"context": call.context if isinstance(call.context, Context) else None}
-            if mask is not None and has_padding:
-                how["token_mask"] = mask.bool().view(call.tokens.shape[:-1]).to(call.tokens.device)
-            result = attack_routes(
-                call.route, call.tokens.float(), budget=budget, relative=True, steps=steps, seed=seed, **how
-            )
-            summary: dict[str, Any] = result.summary()
-            rows.append([layer, summary["tokens"], result.rate, summary["smallest"] or "", summary["median"] or ""])
-            summaries.append({"layer": call.name, **summary})
-            flags += [flag.summary() for flag in result.flags if flag.summary() not in flags]
-    return {
-        "title": f"Routes: router inputs perturbed by up to {budget:.3g} of their length (l2)",
-        "columns": ["layer", "tokens", "share that flips", "smallest perturbation that flips", "median of those"],
-        "rows": rows,
-        "flags": flags,
-        "summary": {"layers": summaries},
+def table_of_rates(kind: str, rates: Sequence[float], tables: Sequence[AttackTable]) -> AttackTable:
+    """Return the tables of an attack on texts at several rates, ascending, as one with the curve of the first figure."""
+    first = tables[0]
+    clean, figures = first["rows"][0], [table["rows"][1][1] for table in tables]
+    line = {"budgets": [0.0, *rates], "figure": [clean[1], *figures]}
+    found = {**first, "lines": {"x": "rate", "y": first["columns"][1], "curves": {kind: line}}}
+    if len(tables) == 1:
+        return found
+    # Which words are untouched depends on the rate, so each rate has a clean row of its own.
+    return found | {
+        "title": "; ".join(table["title"] for table in tables),
+        "caption": None,
+        "columns": ["", "rate", *first["columns"][1:]],
+        "rows": [[row[0], rate, *row[1:]] for rate, table in zip(rates, tables, strict=True) for row in table["rows"]],
+        "flags": [flag for table in tables for flag in table["flags"]],
+        "summary": {"attacks": [table["summary"] for table in tables]},
     }

@@ -13,9 +13,8 @@ from typing import Any, final
 
 from holdfast.checked import from_mapping
 from holdfast.data import Tokenizer, corpora, image_sets, text_sets, tokenizer_from
-from holdfast.files import LARGE, is_inside, read_json
+from holdfast.files import LARGE, is_inside, read_json, recover_folder
 from holdfast.plugins import is_from_file, require_plugins
-from holdfast.replacing import recover_folder
 from holdfast.train.recipe import Recipe
 
 MODEL, TASK, PLUGINS = "model", "task.json", "plugins"

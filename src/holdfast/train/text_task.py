@@ -9,6 +9,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, final
 
@@ -16,18 +17,19 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from holdfast.attacks import AttackedText, attack_texts, find_attack, swap_words, swappable, words_in
-from holdfast.attacks.text import Spans
-from holdfast.data import Blocks, Corpus, Document, Order, Tokenizer, corpus, tokenizer
-from holdfast.data.documents import WORD_SPLITTERS
+from holdfast.attacks import AttackedText, Scored, Version, attack_texts, find_attack, swap_words, swappable, words_in
+from holdfast.attacks.text import Span, Spans
+from holdfast.data import Blocks, Corpus, Document, ExampleOrder, Order, Tokenizer, corpus, tokenizer
 from holdfast.data.encoded_texts import EncodedTexts
-from holdfast.data.tokenizers import HubTokenizer, Vocabulary
-from holdfast.hub import trace
+from holdfast.data.tokenizers import HubTokenizer, Vocabulary, token_texts
 from holdfast.hub.tracing import require_known_tokens, require_positions
 from holdfast.metrics import ChosenMetrics, block_losses, cost_of_attack, token_nll
-from holdfast.train.recipe import Recipe
+from holdfast.metrics.token_routes import MOST_TOKENS, Example, View, tokens_to_show
+from holdfast.train.recipe import TEXT_METHODS, Recipe
+from holdfast.train.snapshots import Changed, record_routes, shown_routes
 from holdfast.train.start import start_model, start_tokenizer
 from holdfast.train.task import (
+    ATTACKED,
     AttackTable,
     Examples,
     HeldOut,
@@ -35,15 +37,13 @@ from holdfast.train.task import (
     Measure,
     Task,
     evaluating,
-    first_experts,
-    forward,
     without_attack_warnings,
 )
+from holdfast.train.text_guides import embedding_neighbours, language_score, read_synonyms, sentence_similarity
 
-ATTACK_SEED = 0
+ATTACK_SEED, TRAINING_ATTACK_SEED = 0, 1  # of the test texts, and of the training texts for robust training
 WORD_SWAP = "words"  # the attack of a recipe that names none
 PROBE_TOKENS = 2048  # rounded up to whole blocks
-VIEW_TOKENS = 160
 LETTERS_PER_TOKEN = 64  # more than a token has: limits how much of a long document is read
 VALIDATION_TOKENS = 65_536  # at most
 TOKENS_PER_BATCH = {"cpu": 2048, "cuda": 32768}  # when scoring; at least one block
@@ -74,8 +74,7 @@ class TextsTask(Task):
         part = self.recipe.data
         of_checkpoint = start_tokenizer(self.recipe.model, part.tokens)
         name = part.tokens or "words"
-        size = part.vocabulary if name in WORD_SPLITTERS else None
-        return tokenizer(training(), name, size=size) if of_checkpoint is None else of_checkpoint
+        return tokenizer(training(), name, size=part.vocabulary) if of_checkpoint is None else of_checkpoint
 
     def preprocessor(self) -> Any:
         return self.tokenizer.tokenizer if isinstance(self.tokenizer, HubTokenizer) else None
@@ -93,19 +92,45 @@ class TextsTask(Task):
         with without_attack_warnings():
             return swap_words(texts, rate=part.rate, seed=ATTACK_SEED, keys=keys, token=part.token)
 
-    def attacked_with(self, name: str, *, rate: float | None = None, seed: int = ATTACK_SEED) -> AttackedText:
-        """Return the test texts under the attack of this name, by default at the recipe's rate."""
-        rate = self.recipe.attack.rate if rate is None else rate
+    def attacked_with(
+        self, name: str, *, rate: float | None = None, seed: int = ATTACK_SEED, guides: Mapping[str, Any] | None = None
+    ) -> AttackedText:
+        """Return the test texts under the attack of this name, by default at the recipe's rate; `guides` read the model."""
         texts, keys = self.test_texts()
+        rate = self.recipe.attack.rate if rate is None else rate
+        return self._attack(name, texts, keys, self.pieces, rate=rate, seed=seed, **(guides or {}))
+
+    def _attack(
+        self,
+        name: str,
+        texts: list[str],
+        keys: list[str] | None,
+        pieces: Callable[[], list[Spans] | None],
+        *,
+        rate: float,
+        seed: int,
+        **guides: Any,
+    ) -> AttackedText:
+        """Return texts under the attack of this name; `keys` and `pieces` are those of `test_texts` and `pieces`."""
 
         def known_words() -> list[str]:
             # Tokenisers without a vocabulary of words can encode every word.
             known = self.tokenizer.words if isinstance(self.tokenizer, Vocabulary) else None
             return swappable(known) if known else words_in(texts)
 
-        how: dict[str, Any] = {"keys": keys, "words": known_words, "pieces": self.pieces}
+        how: dict[str, Any] = {"keys": keys, "words": known_words, "pieces": pieces, **guides}
         with without_attack_warnings():
             return attack_texts(find_attack(name, "text"), texts, rate=rate, seed=seed, **how)
+
+    def _attacked_training_texts(
+        self, texts: list[str], keys: list[str] | None = None, pieces: list[Spans] | None = None
+    ) -> list[str] | None:
+        """Return the training texts as robust training attacks them; None if it attacks no words."""
+        part = self.recipe.robust
+        if part.method not in TEXT_METHODS or part.budget is None:
+            return None
+        attack = self._attack(part.method, texts, keys, lambda: pieces, rate=part.budget, seed=TRAINING_ATTACK_SEED)
+        return list(attack.texts)
 
     def described_attack(self) -> str:
         """Return the attack of the recipe in a sentence."""
@@ -115,28 +140,61 @@ class TextsTask(Task):
             return f"{self.attack.attack}: {share}"
         return f"a swap of {share} for {self.attack.options.get('token', others)}"
 
-    def attack_words(self, model: Any, kind: str, *, rate: float, seed: int) -> AttackTable:
-        attack = self.attacked_with(kind, rate=rate, seed=seed)
+    def attack_words(
+        self,
+        model: Any,
+        kind: str,
+        *,
+        rate: float,
+        seed: int,
+        synonyms: Path | None = None,
+        encoder: Path | None = None,
+    ) -> AttackTable:
+        for keyword, given in (("neighbours", synonyms), ("similarity", encoder)):
+            if given is not None and keyword not in find_attack(kind, "text").keywords:
+                raise ValueError(f"{kind} does not read {given}: it takes no {keyword}.")
+        guides: dict[str, Any] = {
+            "score": lambda: self._score(model),
+            "neighbours": lambda: read_synonyms(synonyms) if synonyms else embedding_neighbours(model, self.tokenizer),
+            "similarity": (lambda: sentence_similarity(encoder, model.device)) if encoder else None,
+            "passages": self.passages,
+        }
+        with evaluating(model, routing=False):
+            attack = self.attacked_with(kind, rate=rate, seed=seed, guides=guides)
         title = f"{attack.attack}: {attack.changed} of {sum(attack.words)} words, {attack.realised:.2%}"
         flags = [flag.summary() for flag in attack.flags]
         return {"title": title, "flags": flags, **self._attack_table(model, kind, attack)}
 
     @abstractmethod
+    def _score(self, model: Any) -> Callable[[int, Sequence[Version]], Scored]:
+        """Return the function that scores versions of a test text, for attacks that the model guides."""
+
+    def passages(self) -> list[list[Span]] | None:
+        """Return the parts of each test text that such attacks change on their own; None: each text is one."""
+        return None
+
+    @abstractmethod
     def _attack_table(self, model: Any, kind: str, attack: AttackedText) -> AttackTable:
         """Return the caption, columns, rows and summary of the table of an attack."""
 
-    def _view(self, model: Any, inputs: Inputs) -> dict[str, Any]:
-        """Return the tokens of these inputs in readable form, and the first expert of each."""
-        with torch.no_grad(), trace(model) as routes:
-            forward(model, inputs)
-        is_real = inputs["attention_mask"].flatten().bool()
-        pieces = [self.tokenizer.decode([token]) for token in inputs["input_ids"].flatten()[is_real].tolist()]
-        return {"kind": "text", "pieces": pieces, "experts": [layer[is_real].tolist() for layer in first_experts(routes)]}
+    def _view(self, model: Any, inputs: Inputs, changed: Mapping[str, Changed] | None = None) -> View:
+        """Return the texts of these inputs with the routes of their tokens, and what `changed` inputs change in them."""
+        recorded = record_routes(model, inputs)
+        rows = inputs["attention_mask"].flatten().nonzero().flatten()[: tokens_to_show(len(recorded.routings))]
+        ids, length = inputs["input_ids"].flatten()[rows], inputs["input_ids"].shape[1]
+        texts = [ids[rows // length == text].tolist() for text in (rows // length).unique().tolist()]
+        examples = [Example(token_texts(self.tokenizer.decode, text)) for text in texts]
+        return View(examples, shown_routes(model, inputs, recorded, [rows] * len(recorded.routings), changed or {}))
 
 
 def tokens_per_batch(model: Any) -> int:
     """Return the number of tokens of a forward when a model is scored."""
     return TOKENS_PER_BATCH.get(model.device.type, TOKENS_PER_BATCH["cpu"])
+
+
+def scored_tokens(model: Any) -> int:
+    """Return the same number where the logits of all tokens are kept, which may take more memory than the model."""
+    return min(tokens_per_batch(model), LOGITS_PER_BATCH // model.config.vocab_size)
 
 
 @final
@@ -146,12 +204,17 @@ class ScoredText:
 
     blocks: Blocks
     bytes: int
-    block: Tensor  # (T,) int64: the block of the clean text that predicts this token, -1 if the attack changes the token
+    place: Tensor  # (T,) int64: the same token's place in the clean text, -1 if the attack changes the token
+
+    @property
+    def block(self) -> Tensor:
+        """(T,) int64: the block of the clean text that predicts this token, -1 if the attack changes the token."""
+        return torch.where(self.place < 0, -1, (self.place - 1).clamp_min(0) // self.blocks.length)
 
     @property
     def untouched(self) -> Tensor:
         """Return (T,) bool: the tokens that the attack does not change."""
-        return self.block >= 0
+        return self.place >= 0
 
 
 @final
@@ -162,17 +225,14 @@ class TextTask(TextsTask):
     known    an existing tokeniser to use instead of making one
     """
 
-    has_held_out_figure = False
     swapped = ("its", "others of the vocabulary")
+    split = "test"  # whose text is scored
 
     def __init__(self, recipe: Recipe, folder: Path | None = None, *, known: Tokenizer | None = None) -> None:
         self.recipe = recipe
-        self.corpus: Corpus = corpus(recipe.data.source, folder=folder, column=recipe.data.text)
+        self.source = self.corpus = corpus(recipe.data.source, folder=folder, column=recipe.data.text)
         self.tokenizer = self.audit_tokenizer = known or self._tokenizer(lambda: self.corpus)
-
-    @property
-    def source(self) -> Corpus:
-        return self.corpus
+        self._attacked_tokens: dict[tuple[str, float | None], Tensor] = {}  # of training texts, by robust method and budget
 
     def audit_inputs(self, tokens: int) -> Iterator[str]:
         left = LETTERS_PER_TOKEN * tokens
@@ -201,15 +261,46 @@ class TextTask(TextsTask):
     def examples(self, seed: int) -> Examples:
         blocks, training = _require_full_block(self.training), self.recipe.training
         order = Order(blocks.whole, training.batch * training.accumulate, seed)  # without the padded block at the end
-        steps = training.step_count(blocks.whole)
-        return Examples(order, lambda order, places: _inputs(blocks, order.at(places)), steps)
+        steps, attacked = training.step_count(blocks.whole), self._attacked_training
+        if attacked is None:
+            return Examples(order, lambda order, places: _inputs(blocks, order.at(places)), steps)
+
+        def fetch(order: ExampleOrder, places: Sequence[int]) -> Inputs:
+            numbers = order.at(places)
+            return {**_inputs(blocks, numbers), f"{ATTACKED}input_ids": attacked.batch(numbers).inputs}
+
+        return Examples(order, fetch, steps)
+
+    @property
+    def _attacked_training(self) -> Blocks | None:
+        """The training text as robust training attacks it, token by token; None if it attacks no words.
+
+        Raise ValueError if an attacked word is not exactly one token: then the blocks would not be those of the clean text.
+        """
+        part = self.recipe.robust
+        if part.method not in TEXT_METHODS:
+            return None
+        key = part.method, part.budget
+        if key not in self._attacked_tokens:
+            documents = list(self.corpus.documents("train"))
+            _, spans = self.tokenizer.stream_with_spans(documents)
+            texts = [document.text for document in documents], [document.title for document in documents]
+            is_words = isinstance(self.tokenizer, Vocabulary) and self.tokenizer.words
+            attacked = self._attacked_training_texts(*texts, spans if is_words else None)
+            assert attacked is not None
+            changed = [Document(old.title, new.encode()) for old, new in zip(documents, attacked, strict=True)]
+            tokens, after = self.tokenizer.stream_with_spans(changed)
+            if any(len(one) != len(other) for one, other in zip(spans, after, strict=True)):
+                raise ValueError(
+                    f"robust.method {part.method} changes the number of tokens of this text: a language model needs a "
+                    "vocabulary of whole words for it (data.tokens=words); pgd, fast, free and noise read any tokens."
+                )
+            self._attacked_tokens[key] = tokens
+        return Blocks(self._attacked_tokens[key][: len(self.training.tokens)], self.recipe.data.length)
 
     def validation(self) -> Dataset[Inputs]:
         blocks = _require_full_block(self._blocks(self.corpus.documents("valid"), VALIDATION_TOKENS), "held-out text")
         return HeldOut(range(blocks.whole), partial(_inputs, blocks))  # without the padded block at the end
-
-    def held_out_figure(self, model: Any) -> None:
-        return None  # the perplexity of these blocks is the exponential of their loss
 
     @cached_property
     def training(self) -> Blocks:
@@ -222,6 +313,18 @@ class TextTask(TextsTask):
         """Return the spans of tokens, for a vocabulary of words: a change inside a token would make that token unknown."""
         has_words = isinstance(self.tokenizer, Vocabulary) and self.tokenizer.words
         return self._clean[1] if has_words else None
+
+    def passages(self) -> list[list[Span]]:
+        """Return the parts of about the length of a block, cut between tokens: the context of a word when it is scored."""
+        found = []
+        for document, spans in zip(self._test, self._clean[1], strict=True):
+            places = spans[spans[:, 0] < spans[:, 1], 0][:: self.recipe.data.length]  # without the ends of lines and texts
+            cuts = [0, *places[1:].tolist(), len(document.text)]
+            found.append(list(pairwise(cuts)))
+        return found
+
+    def _score(self, model: Any) -> Callable[[int, Sequence[Version]], Scored]:
+        return language_score(model, self.tokenizer, scored_tokens(model))
 
     @cached_property
     def _clean(self) -> tuple[Tensor, list[Spans]]:
@@ -265,47 +368,64 @@ class TextTask(TextsTask):
         return _scored_text(before, self._test, old, old, same), _scored_text(after, changed, new, old, same)
 
     def score(self, model: Any) -> dict[str, Any]:
-        clean, attacked, misspelt = (list[Tensor]() for _ in range(3))
-        found = {
-            "clean": score_text(model, self.clean, losses=clean, metrics=self.recipe.metrics),
-            "attacked": score_text(model, self.attacked, losses=attacked, metrics=self.recipe.metrics),
-        }
+        metrics = self.recipe.metrics
+        (clean, before), (attacked, after) = (score_text(model, text, metrics=metrics) for text in self.swaps)
+        found = {"clean": clean, "attacked": attacked}
         if self.recipe.attack.rate:
-            typos = score_text(model, self.typos[1], routing=False, losses=misspelt)
-            found["attacked"]["cost"] = cost_between((self.clean, clean), (self.attacked, attacked))
-            typos["cost"] = cost_between((self.typos[0], clean), (self.typos[1], misspelt))
+            typos, misspelt = score_text(model, self.typos[1], routing=False)
+            attacked["cost"] = cost_between((self.clean, before), (self.attacked, after))
+            typos["cost"] = cost_between((self.typos[0], before), (self.typos[1], misspelt))
             found["trials"] = {"typos": typos}
+        if self.recipe.data.score_validation:
+            texts = self._validation_texts.items()
+            found["validation"] = {name: score_text(model, text, routing=False)[0]["figure"] for name, text in texts}
         return found
 
     def inputs_to_score(self) -> int:
         texts = [self.clean, self.attacked, *([self.typos[1]] if self.recipe.attack.rate else [])]
+        if self.recipe.data.score_validation:
+            texts += self._validation_texts.values()
         return sum(len(text.blocks) for text in texts)
 
-    def probe(self) -> Inputs:
-        blocks = self.clean.blocks
-        batch = blocks.batch(range(min(len(blocks), -(-PROBE_TOKENS // blocks.length))))
-        return {"input_ids": batch.inputs, "attention_mask": batch.mask.long()}
+    @cached_property
+    def _validation_texts(self) -> dict[str, ScoredText]:
+        """The validation text, clean and attacked as the test text is."""
+        other = TextTask.__new__(TextTask)
+        other.recipe, other.corpus, other.tokenizer, other.split = self.recipe, self.corpus, self.tokenizer, "valid"
+        return {"clean": other.clean, "attacked": other.attacked}
 
-    def view(self, model: Any) -> Mapping[str, Any]:
-        return self._view(model, {name: tensor[:1, :VIEW_TOKENS] for name, tensor in self.probe().items()})
+    def probe(self) -> Inputs:
+        return first_blocks(self.clean.blocks, PROBE_TOKENS)
+
+    def view(self, model: Any) -> View:
+        inputs = first_blocks(self.clean.blocks, MOST_TOKENS)
+        # A row of the first blocks is a place in the text.
+        untouched = self.attacked.untouched & (self.attacked.place < inputs["input_ids"].numel())
+        after = untouched.nonzero().flatten()
+        if not self.recipe.attack.rate or not len(after):
+            return self._view(model, inputs)
+        attacked = first_blocks(self.attacked.blocks, int(after.max()) + 1)
+        changed = Changed(self.described_attack(), attacked, (self.attacked.place[after], after))
+        return self._view(model, inputs, {self.attack.attack: changed})
 
     def _attack_table(self, model: Any, kind: str, attack: AttackedText) -> AttackTable:
-        texts = dict(zip(("clean", kind), self.scored_texts(attack), strict=True))
-        losses: dict[str, list[Tensor]] = {name: [] for name in texts}
-        scores = [(name, score_text(model, text, routing=False, losses=losses[name])) for name, text in texts.items()]
-        cost = cost_between(*((text, losses[name]) for name, text in texts.items()))
+        texts = self.scored_texts(attack)
+        (clean, before), (attacked, after) = (score_text(model, text, routing=False) for text in texts)
+        cost, scores = cost_between((texts[0], before), (texts[1], after)), {"clean": clean, kind: attacked}
         return {
             "caption": cost and f"On untouched words, the attack changes the perplexity by {cost['words']}.",
             "columns": ["", "perplexity", "of untouched words", "bits per byte"],
-            "rows": [[name, score["figure"], score["figure_of_kept"], score["bits_per_byte"]] for name, score in scores],
-            "summary": {"attack": attack.summary(), **dict(scores), "cost": cost},
+            "rows": [
+                [name, score["figure"], score["figure_of_kept"], score["bits_per_byte"]] for name, score in scores.items()
+            ],
+            "summary": {"attack": attack.summary(), **scores, "cost": cost},
         }
 
     @cached_property
     def _test(self) -> list[Document]:
         limit, found = self.recipe.data.test_bytes, list[Document]()
         left = math.inf if limit is None else limit
-        for document in self.corpus.documents("test"):
+        for document in self.corpus.documents(self.split):
             if len(document.data) <= left:
                 found.append(document)
             elif end := document.data.rfind(b"\n", 0, int(left)) + 1:  # the last document is cut after a line
@@ -314,11 +434,19 @@ class TextTask(TextsTask):
             if left <= 0:
                 break
         if not found:
-            raise ValueError(f"data.test_bytes is {limit}, which is less than the first line of the test text; use more.")
+            raise ValueError(
+                f"data.test_bytes is {limit}, which is less than the first line of the {self.split} text; use more."
+            )
         return found
 
     def _blocks(self, documents: Iterable[Document], limit: int | None = None) -> Blocks:
         return Blocks(self.tokenizer.stream(documents, limit), self.recipe.data.length)
+
+
+def first_blocks(blocks: Blocks, tokens: int) -> Inputs:
+    """Return the blocks that contain the first tokens of a text."""
+    batch = blocks.batch(range(min(len(blocks), -(-tokens // blocks.length))))
+    return {"input_ids": batch.inputs, "attention_mask": batch.mask.long()}
 
 
 def _inputs(blocks: Blocks, numbers: Tensor) -> Inputs:
@@ -334,31 +462,24 @@ def _require_full_block(blocks: Blocks, what: str = "text") -> Blocks:
 
 def _scored_text(blocks: Blocks, documents: list[Document], places: Tensor, clean: Tensor, same: Tensor) -> ScoredText:
     """Return a text from the `places` of its common tokens, their places in the clean text, and which are the same token."""
-    block = torch.full((len(blocks.tokens),), -1, dtype=torch.int64)
-    block[places[same]] = (clean[same] - 1).clamp_min(0) // blocks.length
-    return ScoredText(blocks, sum(len(document.data) for document in documents), block)
+    place = torch.full((len(blocks.tokens),), -1, dtype=torch.int64)
+    place[places[same]] = clean[same]
+    return ScoredText(blocks, sum(len(document.data) for document in documents), place)
 
 
 @torch.no_grad()
 def score_text(
-    model: Any,
-    text: ScoredText,
-    *,
-    routing: bool = True,
-    losses: list[Tensor] | None = None,
-    metrics: Sequence[str] = (),
-) -> dict[str, Any]:
-    """Score every token but the first once, in blocks of the training length.
+    model: Any, text: ScoredText, *, routing: bool = True, metrics: Sequence[str] = ()
+) -> tuple[dict[str, Any], Tensor]:
+    """Score every token but the first once, in blocks of the training length; return the score and the losses, in nats.
 
     "figure" is the perplexity over all targets, "figure_of_kept" the one over the untouched targets: the same words in the
-    clean text and in the attacked one. The losses of all tokens, in nats, are appended to `losses`. Of `metrics`, the names
-    of further metrics, the results are under "metrics".
+    clean text and in the attacked one. Of `metrics`, the names of further metrics, the results are under "metrics".
     """
     chosen = ChosenMetrics(metrics)
     require_known_tokens(model, text.blocks.tokens)
     nlls = list[Tensor]()
-    batch_tokens = min(tokens_per_batch(model), LOGITS_PER_BATCH // model.config.vocab_size)
-    batch_size = max(1, batch_tokens // text.blocks.length)
+    batch_size = max(1, scored_tokens(model) // text.blocks.length)
     with evaluating(model, routing=routing) as measured:
         for batch in text.blocks.batches(batch_size):
             device = model.device
@@ -368,11 +489,9 @@ def score_text(
                 mask = batch.mask.to(device)
                 chosen.update(out.logits[mask], batch.labels.to(device)[mask])
     found = torch.cat(nlls)
-    if losses is not None:
-        losses.append(found)
     untouched, places = found[text.untouched[1:]], torch.arange(len(found)) // text.blocks.length  # of predicted tokens
     total = float(found.sum())
-    return {
+    score = {
         "figure": perplexity(total, len(found)),
         "figure_of_kept": perplexity(float(untouched.sum()), len(untouched)) if len(untouched) else None,
         "nll": total,
@@ -383,6 +502,7 @@ def score_text(
         **chosen.result(),
         **measured,
     }
+    return score, found
 
 
 def perplexity(nll: float, tokens: int) -> float:
@@ -393,9 +513,9 @@ def perplexity(nll: float, tokens: int) -> float:
         return math.inf
 
 
-def cost_between(clean: tuple[ScoredText, list[Tensor]], attacked: tuple[ScoredText, list[Tensor]]) -> dict[str, Any] | None:
-    """Return the cost of an attack on the untouched words, from the losses that `score_text` appended."""
+def cost_between(clean: tuple[ScoredText, Tensor], attacked: tuple[ScoredText, Tensor]) -> dict[str, Any] | None:
+    """Return the cost of an attack on the untouched words, from the losses of both texts."""
     count = len(clean[0].blocks)
-    before, after = (block_losses(torch.cat(losses), text.block[1:], count) for text, losses in (clean, attacked))
+    before, after = (block_losses(losses, text.block[1:], count) for text, losses in (clean, attacked))
     cost = cost_of_attack(before, after)
     return None if cost is None else cost.summary()

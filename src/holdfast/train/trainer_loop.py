@@ -15,6 +15,7 @@ from torch.utils.data import SequentialSampler
 
 from holdfast.files import append, remove_folder, require_no_links, require_no_links_inside, write_atomically
 from holdfast.hub.folder_files import check_folder
+from holdfast.train.augmentation import soft_labels
 from holdfast.train.loop import LOG, Guard, Log, Tick, as_json_lines, require_finite_weights, resume_point, unchanged
 from holdfast.train.recipe import TrainingPart
 from holdfast.train.run_folder import (
@@ -25,8 +26,7 @@ from holdfast.train.run_folder import (
     write_checkpoint_manifest,
     writing_checkpoint,
 )
-from holdfast.train.snapshots import snapshot_steps, take_snapshot
-from holdfast.train.soft_labels import soft_labels
+from holdfast.train.snapshots import take_snapshot
 from holdfast.train.task import Task
 
 # No times, so that two runs can be compared.
@@ -56,10 +56,10 @@ def train_with_trainer(
         train_dataset=task.examples(seed),
         eval_dataset=task.validation() if training.needs_validation else None,
         data_collator=unchanged,
-        callbacks=[_callback(task, k, folder, tick, guard)],
+        callbacks=[_callback(task, seed, k, folder, tick, guard)],
     )
     trainer.remove_callback(transformers.PrinterCallback)
-    checkpoint = resume_point(folder, steps, TRAINER_FILES, warn=is_first_rank())
+    checkpoint = resume_point(folder, training.snapshot_steps(steps), TRAINER_FILES, warn=is_first_rank())
     if checkpoint is not None:
         check_folder(checkpoint)
     trainer.accelerator.wait_for_everyone()  # all ranks have read the folder before the first one writes
@@ -172,21 +172,23 @@ def _trainer_class(task: Task, folder: Path, guard: Guard) -> Any:
     return InOrderTrainer
 
 
-def _callback(task: Task, k: int | Sequence[int], folder: Path, tick: Tick, guard: Guard) -> Any:
+def _callback(task: Task, seed: int, k: int | Sequence[int], folder: Path, tick: Tick, guard: Guard) -> Any:
     """Return the callback that writes the log, takes the snapshots, asks for validation and reports the progress."""
     from transformers import TrainerCallback
 
     path, probe, training = folder / LOG, task.probe(), task.recipe.training
+    due, batch = training.snapshot_steps(task.steps), task.interference_batch(seed)
 
     class LogAndSnapshots(TrainerCallback):  # type: ignore[misc]
-        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
             if state.best_global_step:  # the path in the checkpoint may be relative to another working directory
                 state.best_model_checkpoint = str(folder / f"checkpoint-{state.best_global_step}")
             if state.is_world_process_zero:  # a resumed run starts with the lines before it
                 guard()
                 write_atomically(path, as_json_lines(_log_lines(state.log_history)))
-            self.due = set(snapshot_steps(state.max_steps))
             tick(state.global_step)
+            if state.global_step == 0:
+                self.take(state, model)
 
         def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.is_world_process_zero:
@@ -194,12 +196,15 @@ def _callback(task: Task, k: int | Sequence[int], folder: Path, tick: Tick, guar
                 append(path, as_json_lines(_log_lines(state.log_history[-1:])))
 
         def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-            if state.global_step in self.due and state.is_world_process_zero:
-                guard()
-                require_no_links(folder / "snapshots", folder)
-                take_snapshot(model, probe, k, state.global_step, folder / "snapshots")
+            self.take(state, model)
             control.should_evaluate = training.validates(state.global_step, state.max_steps)
             tick(state.global_step)
+
+        def take(self, state: Any, model: Any) -> None:
+            if state.global_step in due and state.is_world_process_zero:
+                guard()
+                require_no_links(folder / "snapshots", folder)
+                take_snapshot(model, probe, k, state.global_step, folder / "snapshots", batch)
 
     return LogAndSnapshots()
 

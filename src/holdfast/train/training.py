@@ -4,14 +4,21 @@
                 (`loop`), or on the Hugging Face Trainer for several ranks (`trainer_loop`), with the same numbers
     SingleRun   `holdfast train`: build a model and train it in a folder, and save it with its task
     Pace        warn early if a run would take very long
+    Effort      what the training of a cell costs, stored with its result: time of a step, FLOPs, memory, when it ended
 
 An interrupted run resumes from its newest complete checkpoint and gives the same numbers.
 """
 
 import logging
+import os
+import statistics
+import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, final
@@ -19,6 +26,7 @@ from typing import Any, final
 import torch
 
 from holdfast.locking import locked, require_unlocked
+from holdfast.planning.model_shape import counting
 from holdfast.planning.planning import CONFIG_ERRORS
 from holdfast.train.building import build_model, explain_failed_forward, preflight
 from holdfast.train.loop import Guard, Log, Tick, TrainingLoop
@@ -27,7 +35,7 @@ from holdfast.train.run_folder import claim, prepare, require_own
 from holdfast.train.saved_model import make_task, save_trained
 from holdfast.train.snapshots import experts_per_token
 from holdfast.train.start import checkpoint_identity
-from holdfast.train.task import Task
+from holdfast.train.task import Inputs, Task, evaluating, forward
 from holdfast.train.task_record import MODEL, TASK
 from holdfast.train.trainer_loop import is_first_rank, processes, train_with_trainer
 from holdfast.version import VERSION
@@ -37,14 +45,16 @@ SLOW_FIRST_STEP = 30.0  # seconds
 MEASURED = 2  # steps after the first
 
 logger = logging.getLogger("holdfast")
+WINDOW = 16  # steps: a GPU runs behind the host by at most so many, so the time of fewer says little
+FEW = 4  # examples whose FLOPs are counted
 
 
 class SingleRun:
     """Train a recipe with one router and one seed in a folder; the same run there is resumed if it was interrupted."""
 
     def __init__(self, recipe: Recipe, choice: RouterChoice, seed: int, folder: Path, *, data: Path | None = None) -> None:
-        self.recipe, self.choice, self.seed, self.folder = recipe, choice, seed, folder
-        self.task = make_task(recipe, data).for_seed(seed)
+        self.recipe, self.choice, self.seed, self.folder = choice.recipe(recipe), choice, seed, folder
+        self.task = make_task(self.recipe, data).for_seed(seed)
         for key, values in self.task.open_choices().items():
             raise ValueError(f"{key} is missing; for one run, set it to one of {', '.join(map(str, values))}.")
         require_own(folder, self.identity())
@@ -87,11 +97,12 @@ def require_trainable(task: Task, seed: int) -> None:
     task.examples(seed)
     task.probe()
     training.rate_factor(task.steps)
+    training.snapshot_steps(task.steps)
     if training.needs_validation:
         task.validation()
     if training.label_smoothing and task.examples(seed).__getitems__([0])["labels"].is_floating_point():
         raise ValueError("label smoothing is for classes, and these labels are numbers: set training.label_smoothing to 0.")
-    if training.best_by == "figure" and not task.has_held_out_figure:
+    if training.best_by == "figure" and task.recipe.task == "text":
         raise ValueError("the figure of this task follows from its loss; leave training.best_by out.")
 
 
@@ -125,10 +136,12 @@ def train(
     how: dict[str, Any] = {"seed": seed, "k": k, "tick": count, "guard": guard}
     try:
         if trainer or report_to or processes() > 1:
+            if task.recipe.robust.method != "none":
+                raise ValueError("robust training runs on one rank and without --log; set robust.method to none.")
             return train_with_trainer(model, task, folder, report_to=report_to, **how)
         return TrainingLoop(model, task, folder, **how).run()
     except CONFIG_ERRORS as problem:
-        if isinstance(problem, torch.OutOfMemoryError) or "not enough memory" in str(problem):
+        if isinstance(problem, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(problem):
             raise ValueError(
                 f"memory ran out in training, with training.batch={task.recipe.training.batch}: set it to less; "
                 "training.accumulate adds up several batches to one step."
@@ -140,11 +153,16 @@ def train(
 
 
 def quiet() -> None:
-    """Turn off the messages and progress bars of transformers, which Holdfast's commands replace by their own."""
+    """Turn off the messages, warnings and bars of torch and transformers: Holdfast's commands have their own."""
     import transformers
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    if "TORCH_LOGS" not in os.environ:
+        logging.getLogger("torch").setLevel(logging.ERROR)
+    if not sys.warnoptions:
+        warnings.filterwarnings("ignore", module=r"(accelerate|torch|torchao|transformers)(\.|$)")
+        warnings.filterwarnings("ignore", message=r"(?s).*Triggered internally at")  # of C++, in whichever module
 
 
 @final
@@ -200,3 +218,54 @@ class Pace:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return self.clock()
+
+
+@final
+class Effort:
+    """A `Tick` that also notes when each step ends."""
+
+    def __init__(self, tick: Tick) -> None:
+        self.tick, self.begun, self.times = tick, time.monotonic(), list[float]()
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+
+    def __call__(self, finished: int) -> None:
+        # Without a GPU, the time that this process computes: other processes may slow down what a clock shows.
+        self.times.append(time.monotonic() if torch.cuda.is_available() else time.process_time())
+        self.tick(finished)
+
+    def spent(self, model: Any, probe: Inputs) -> dict[str, Any]:
+        """Return the effort so far.
+
+        finished        when, in UTC
+        seconds         since this object was made: training, evaluation and attacks, of this process
+        step_seconds    of a training step, on a CPU those of the processor; None if fewer than two steps were run
+        flops           of a forward, per token of a text or per image; None if they cannot be counted
+        peak_bytes      of GPU memory that tensors used at most; None on a CPU
+        """
+        return {
+            "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+            "seconds": round(time.monotonic() - self.begun, 2),
+            "step_seconds": step_seconds(self.times),
+            "peak_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
+            "flops": flops_of_forward(model, probe),
+        }
+
+
+def step_seconds(times: Sequence[float], window: int = WINDOW) -> float | None:
+    """Return the median time of a step over windows of steps, so that a checkpoint or a validation does not count."""
+    if len(times) < 2:
+        return None
+    steps = min(window, len(times) - 1)
+    return statistics.median((end - begin) / steps for begin, end in zip(times, times[steps:], strict=False))
+
+
+@torch.no_grad()
+def flops_of_forward(model: Any, probe: Inputs) -> float | None:
+    """Return the FLOPs of matrix products in evaluation, per token of a text or per image."""
+    few = {name: tensor[:FEW] for name, tensor in probe.items()}
+    count = few["input_ids"].numel() if "input_ids" in few else len(few["pixel_values"])
+    with evaluating(model, routing=False), suppress(RuntimeError, NotImplementedError), counting() as counter:
+        forward(model, few)
+        return counter.get_total_flops() / count
+    return None  # an operator cannot be counted

@@ -22,7 +22,7 @@ class _BeforeTransformers:
         if fullname == "transformers":
             sys.meta_path.remove(self)
             try:
-                loaded = importlib.import_module("holdfast")
+                loaded = importlib.import_module("holdfast.public")
                 for file in filter(None, os.environ.get("HOLDFAST_RUN_PLUGINS", "").split(os.pathsep)):
                     loaded.load_plugin(file)
             except (ImportError, ValueError) as problem:

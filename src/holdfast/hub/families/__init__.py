@@ -13,6 +13,7 @@ from holdfast.hub.families.dense import device_and_dtype as device_and_dtype
 from holdfast.hub.families.dense import initial_std as initial_std
 from holdfast.hub.families.dense import linear_shape as linear_shape
 from holdfast.hub.families.dense import new_experts as new_experts
+from holdfast.hub.families.dense import without_dropout as without_dropout
 from holdfast.hub.families.moe import GROUPED_SIGMOID as GROUPED_SIGMOID
 from holdfast.hub.families.moe import MOE_FAMILIES as MOE_FAMILIES
 from holdfast.hub.families.moe import GateRule as GateRule

@@ -81,6 +81,10 @@ def _paths(place: str, up: str, down: str, attention: str, projection: str, *, g
 _GATED = _paths("mlp", "gate_proj up_proj", "down_proj", "self_attn", "o_proj", gated=True)
 _TOWER = _paths("mlp", "fc1", "fc2", "self_attn", "out_proj")
 _VIT = _paths("mlp", "fc1", "fc2", "attention", "o_proj")
+_GATED_VIT = _paths("mlp", "gate_proj up_proj", "down_proj", "attention", "o_proj", gated=True)
+_OLDER_VIT = {**_VIT, "attention": "attention.attention", "projection": "attention.output.dense"}  # in older transformers
+_DISTILBERT: dict[str, Any] = {"activation": "activation", "dropout": "ffn.dropout"}
+_MODERNBERT: dict[str, Any] = {"activation": "hidden_activation", "inner_dropout": "mlp.drop"}
 _GPT: dict[str, Any] = {"activation": "activation_function", "dropout": "mlp.dropout"}
 _OWN_CAUSAL: dict[str, Any] = {"own_attention": True, "causal": True}
 _BERT: dict[str, Any] = {
@@ -92,7 +96,13 @@ _BERT: dict[str, Any] = {
     "gated": False,
     "bypassed": ("output.dense",),
 }
+_MPNET = {**_BERT, "attention": "attention.attn", "projection": "attention.attn.o"}
 _BLOOM: dict[str, Any] = _paths("mlp", "dense_h_to_4h", "dense_4h_to_h", "self_attention", "dense")
+_BLOOM_ACTIVATION: dict[str, Any] = {  # it is a module between the linear maps
+    "place": "mlp.dense_h_to_4h",
+    "activation_module": "mlp.gelu_impl",
+    "bypassed": ("mlp.gelu_impl", "mlp.dense_4h_to_h"),
+}
 _IN_LAYER: dict[str, Any] = {  # the linear maps are modules of the layer itself
     "place": "fc1",
     "up": ("fc1",),
@@ -137,34 +147,13 @@ DENSE_FAMILIES = {
         DenseFamily("gpt_neox", **_paths("mlp", "dense_h_to_4h", "dense_4h_to_h", "attention", "dense")),
         DenseFamily("gptj", **_paths("mlp", "fc_in", "fc_out", "attn", "out_proj"), **_GPT, **_OWN_CAUSAL),
         DenseFamily("falcon", **_BLOOM, activation="activation", **_OWN_CAUSAL),
-        DenseFamily(
-            "bloom",
-            **{**_BLOOM, "place": "mlp.dense_h_to_4h"},
-            activation_module="mlp.gelu_impl",
-            bypassed=("mlp.gelu_impl", "mlp.dense_4h_to_h"),
-            **_OWN_CAUSAL,
-        ),
+        DenseFamily("bloom", **{**_BLOOM, **_BLOOM_ACTIVATION}, **_OWN_CAUSAL),
         DenseFamily("opt", **_IN_LAYER),
         *_alike("bert", "roberta", "xlm-roberta", "electra", **_BERT),
         DenseFamily("deberta-v2", **_BERT, own_attention=True, causal=False),
-        DenseFamily(
-            "mpnet",
-            **{**_BERT, "attention": "attention.attn", "projection": "attention.attn.o"},
-            own_attention=True,
-            causal=False,
-        ),
-        DenseFamily(
-            "distilbert",
-            **_paths("ffn", "lin1", "lin2", "attention", "out_lin"),
-            activation="activation",
-            dropout="ffn.dropout",
-        ),
-        DenseFamily(
-            "modernbert",
-            **_paths("mlp", "Wi", "Wo", "attn", "Wo", gated=True),
-            activation="hidden_activation",
-            inner_dropout="mlp.drop",
-        ),
+        DenseFamily("mpnet", **_MPNET, own_attention=True, causal=False),
+        DenseFamily("distilbert", **_paths("ffn", "lin1", "lin2", "attention", "out_lin"), **_DISTILBERT),
+        DenseFamily("modernbert", **_paths("mlp", "Wi", "Wo", "attn", "Wo", gated=True), **_MODERNBERT),
         _t5(1, gated=False, others=(_t5(2, gated=False), _t5(1, gated=True), _t5(2, gated=True))),
         *_alike("bart", "whisper", **_IN_LAYER, zero_dropout="activation_dropout", reads_token_ids=False),
         DenseFamily(
@@ -178,17 +167,7 @@ DENSE_FAMILIES = {
         DenseFamily(
             "dinov2",
             **_VIT,
-            others=(
-                DenseFamily(
-                    "dinov2",
-                    **_paths("mlp", "gate_proj up_proj", "down_proj", "attention", "o_proj", gated=True),
-                    activation_module="mlp.act_fn",
-                ),
-                # Of older versions of transformers:
-                DenseFamily(
-                    "dinov2", **{**_VIT, "attention": "attention.attention", "projection": "attention.output.dense"}
-                ),
-            ),
+            others=(*_alike("dinov2", **_GATED_VIT, activation_module="mlp.act_fn"), *_alike("dinov2", **_OLDER_VIT)),
         ),
         DenseFamily("swin", **_VIT, windowed=True),
         DenseFamily("swinv2", **_BERT, windowed=True),
@@ -206,22 +185,20 @@ class DroppedActivation(nn.Module):
         self.activation, self.dropout = activation, nn.Dropout(dropout)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        dropped: Tensor = self.dropout(self.activation(hidden))
-        return dropped
+        return self.dropout(self.activation(hidden))
+
+
+def without_dropout(activation: Activation) -> Activation:
+    """Return the activation of experts, without the dropout that a family has after it."""
+    return activation.activation if isinstance(activation, DroppedActivation) else activation
 
 
 def new_experts(dense: DenseLayer, experts: int, hidden: int | None) -> Experts:
     """Return experts in the form of the dense network of a layer; `hidden` is their width, None: that of the network."""
     dim, inner = linear_shape(dense.down)
-    return Experts(
-        dim,
-        inner if hidden is None else hidden,
-        experts,
-        activation=_activation_of(dense),
-        gated=dense.family.gated,
-        bias=getattr(dense.down, "bias", None) is not None,
-        **device_and_dtype(dense.down.weight),
-    )
+    form = {"activation": _activation_of(dense), "gated": dense.family.gated, **device_and_dtype(dense.down.weight)}
+    has_bias = getattr(dense.down, "bias", None) is not None
+    return Experts(dim, inner if hidden is None else hidden, experts, bias=has_bias, **form)
 
 
 def _activation_of(dense: DenseLayer) -> str | Activation:
@@ -230,8 +207,7 @@ def _activation_of(dense: DenseLayer) -> str | Activation:
 
     family = dense.family
     if family.activation_module is not None:
-        own: Activation = dense.layer.get_submodule(family.activation_module)
-        return own
+        return dense.layer.get_submodule(family.activation_module)
     name = getattr(dense.config, family.activation)
     name = OUR_ACTIVATIONS.get(name, name)
     inner: Any = None if family.inner_dropout is None else dense.layer.get_submodule(family.inner_dropout)

@@ -74,6 +74,8 @@ class BestGates(Rule):
             return keys
         grouped = choice.unflatten(-1, (self.groups, -1))
         worth = grouped.topk(min(self.counted, grouped.shape[-1]), dim=-1).values.sum(-1)
+        if scores.lost is not None:  # a group with a large bias may have no expert left
+            worth = worth.where(~scores.lost.expand_as(choice).unflatten(-1, (self.groups, -1)).all(-1), -torch.inf)
         kept = torch.zeros_like(worth, dtype=torch.bool).scatter(-1, top(worth, self.groups_kept), True)
         return keys.unflatten(-1, (self.groups, -1)).where(kept.unsqueeze(-1), -torch.inf).flatten(-2)
 
@@ -93,9 +95,7 @@ class BestGates(Rule):
             return keep_best(keys, k, "gates", bias)
         in_groups = self.groups_kept * (keys.shape[-1] // self.groups)
         if k > in_groups:
-            raise NoCertificate(
-                f"no certificate is known for {self.name}: it selects {k} experts, and its groups have {in_groups}"
-            )
+            raise NoCertificate(f"no certificate is known for {self.name}: it selects {k} experts of {in_groups} in groups")
         return keep_best_in_groups(keys, k, self.groups, self.groups_kept, "gates", bias)
 
 
@@ -214,6 +214,7 @@ class MoEFamily:
 RENORMALISED, AS_CONFIGURED = GateRule("softmax", renormalise=True), GateRule("softmax", renormalise=None)
 # DeepSeek-V3: the k largest sigmoids plus a correction bias, within the best groups of experts.
 GROUPED_SIGMOID = GateRule("sigmoid", renormalise=None, bias="e_score_correction_bias", grouped=True)
+GRANITE: Any = {"gate": "router", "rule": RENORMALISED, "block": "block_sparse_moe", "usual_order_since": "5.18"}
 
 MOE_FAMILIES = {
     family.model_type: family
@@ -226,17 +227,10 @@ MOE_FAMILIES = {
         MoEFamily("glm4_moe", gate="gate", rule=GROUPED_SIGMOID, scale="routed_scaling_factor"),
         MoEFamily("gpt_oss", gate="router", rule=RENORMALISED, bias="bias"),
         MoEFamily("phimoe", gate="router", rule=SparseMixer, samples_in_training=True),
-        MoEFamily("granitemoe", gate="router", rule=RENORMALISED, block="block_sparse_moe", usual_order_since="5.18"),
+        MoEFamily("granitemoe", **GRANITE),
         MoEFamily("qwen3_next", gate="gate", rule=AS_CONFIGURED, recurrent="linear_attn"),
         MoEFamily("qwen3_5_moe_text", gate="gate", rule=RENORMALISED, recurrent="linear_attn"),
-        MoEFamily(
-            "granitemoehybrid",
-            gate="router",
-            rule=RENORMALISED,
-            block="block_sparse_moe",
-            recurrent="mamba",
-            usual_order_since="5.18",
-        ),
+        MoEFamily("granitemoehybrid", **GRANITE, recurrent="mamba"),
     )
 }
 

@@ -16,8 +16,8 @@ import copy
 import inspect
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from types import SimpleNamespace
+from dataclasses import replace
+from itertools import product
 from typing import Any, Literal
 
 import torch
@@ -28,7 +28,7 @@ from holdfast.hub.families.moe import GROUPS, RENORMALISES, GateRule, MoEFamily
 from holdfast.hub.specs import default_float32
 from holdfast.kernels.select import top
 from holdfast.layers import Experts
-from holdfast.routing.rules import Rule, Scores
+from holdfast.routing.rules import Scores
 
 UP, DOWN = ("gate_up_proj", "up_proj"), "down_proj"  # of fused experts
 CORRECTIONS = ("e_score_correction_bias", "expert_bias")  # names of a bias that ranks experts and does not weight them
@@ -49,16 +49,30 @@ class GateDiffers(ValueError):
     """A gate is not what its declaration says."""
 
 
-@dataclass(frozen=True)
-class GateForm:
-    """Where a gate's weights are and what it is called with."""
+class RandomBlock(nn.Module):
+    """A random copy of a gate, and of the bias that the gate gets from its block, in the place of the block.
 
-    weight: str
-    bias: str | None = None
-    scale: float = 1.0
-    extra: Tensor | None = None  # its second argument
-    usual_order: bool = True
-    modes: tuple[bool, ...] = (False, True)  # `training` when it is checked: not True if the family samples in training
+    Raise GateDiffers if the gate does not have the form that its row says.
+    """
+
+    gate: Any
+
+    def __init__(self, row: MoEFamily, gate: nn.Module) -> None:
+        super().__init__()
+        generator = torch.Generator("cpu").manual_seed(0)
+        self.gate = copy_with_random_weights(gate, generator)
+        if row.block_bias is not None:
+            count = self.gate.get_parameter(row.weight).shape[0]
+            setattr(self, row.block_bias, 0.3 * torch.randn(count, generator=generator))
+        check_form(row, self)
+
+    def get_submodule(self, target: str) -> Any:
+        """Return the gate, for `MoEFamily.gate_of`."""
+        return self.gate
+
+    def given(self, row: MoEFamily) -> tuple[Tensor, ...]:
+        """Return what the gate gets beside tokens."""
+        return () if row.block_bias is None else (getattr(self, row.block_bias),)
 
 
 def _declared_rules(gate: Any, bias: str | None) -> Iterator[GateRule]:
@@ -86,7 +100,7 @@ def _measure_once(key: Any, measure: Callable[[], Any]) -> Any:
             try:
                 _measured[key] = measure()
             except GateDiffers as reason:
-                _measured[key] = reason
+                _measured[key] = GateDiffers(str(reason))  # a new one: `reason` keeps the gate alive by its traceback
     if isinstance(_measured[key], GateDiffers):
         raise GateDiffers(str(_measured[key]))
     return _measured[key]
@@ -96,21 +110,8 @@ def check_declared(family: MoEFamily, name: str, block: nn.Module) -> None:
     """Raise ValueError if the gate of a block does not route as the family's row says. The rule is measured, as always."""
     gate = family.gate_of(block)
 
-    def measure() -> None:
-        modes = (False,) if family.samples_in_training else (False, True)
-        form = GateForm(family.weight, family.bias, family.scale_of(block), None, family.usual_order, modes)
-        generator = torch.Generator("cpu").manual_seed(0)
-        made = copy_with_random_weights(gate, generator)
-        arguments: tuple[Any, ...] = (made,)
-        if family.block_bias is not None:
-            count = made.get_parameter(family.weight).shape[0]
-            form = replace(form, extra=0.3 * torch.randn(count, generator=generator))
-            arguments = (made, SimpleNamespace(**{family.block_bias: form.extra}))
-        check_form(made, form)
-        check_rule(made, family.rule(*arguments), form)
-
     try:
-        _measure_once((*_settings(gate), family), measure)
+        _measure_once((*_settings(gate), family), lambda: check_rule(family, RandomBlock(family, gate)))
     except GateDiffers as reason:
         raise ValueError(f"{name}.{family.gate}: the row of {family.model_type} is wrong: {reason}.") from None
 
@@ -132,34 +133,31 @@ def _tensors(gate: nn.Module, prefix: str = "") -> dict[str, Tensor]:
     return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
-def _find_rule(gate: nn.Module, experts: int, extra: str | None) -> tuple[GateRule, GateForm, str | None]:
-    form, bias = _form_of(gate, experts)
-    if extra is not None and bias is not None:
-        raise GateDiffers(f"its gate has a bias {bias} and gets another one, {extra}")
-    generator = torch.Generator("cpu").manual_seed(0)
-    made, block = copy_with_random_weights(gate, generator), None
-    if extra is not None:
-        form = replace(form, extra=0.3 * torch.randn(experts, generator=generator))
-        block = SimpleNamespace(**{extra: form.extra})
-    check_form(made, form)
+def _find_rule(gate: nn.Module, experts: int, extra: str | None) -> dict[str, Any]:
+    """Return the fields of a row for a gate whose second argument is `extra`: its weights, rule and scale."""
+    weight, bias, correction = _weights_of(gate, experts)
+    if extra is not None and correction is not None:
+        raise GateDiffers(f"its gate has a bias {correction} and gets another one, {extra}")
     scales = [name for name in SCALES if isinstance(getattr(gate, name, None), int | float)]
-    for rule in _declared_rules(gate, bias or extra):
-        for scale in (*scales, None):
-            scaled = form if scale is None else replace(form, scale=float(getattr(gate, scale)))
-            try:
-                check_rule(made, rule(made, block), scaled)
-                if rule.renormalise and made.top_k == 1 < experts:  # its one weight is always 1: two weights show more
-                    made_two = copy.copy(made)
-                    made_two.top_k = 2
-                    check_rule(made_two, rule(made, block), scaled)
-            except GateDiffers:
-                continue
-            return rule, replace(scaled, extra=None), scale
+    rules = list(_declared_rules(gate, correction or extra))
+    fields: dict[str, Any] = {"weight": weight, "bias": bias, "block_bias": extra}
+    block = RandomBlock(MoEFamily("", "gate", rules[0], **fields), gate)
+    for rule, scale in product(rules, (*scales, None)):
+        row = MoEFamily("", "gate", rule, scale=scale, **fields)
+        try:
+            check_rule(row, block)
+            if rule.renormalise and block.gate.top_k == 1 < experts:  # its one weight is always 1: two weights show more
+                with_two = copy.deepcopy(block)
+                with_two.gate.top_k = 2
+                check_rule(row, with_two)
+        except GateDiffers:
+            continue
+        return {"rule": rule, "scale": scale, **fields}
     raise GateDiffers("its gate ranks or weights experts by a rule that Holdfast does not know")
 
 
-def _form_of(gate: nn.Module, experts: int) -> tuple[GateForm, str | None]:
-    """Return where the gate's weights are, and the name of its correction bias. Raise GateDiffers for other tensors."""
+def _weights_of(gate: nn.Module, experts: int) -> tuple[str, str | None, str | None]:
+    """Return the names of the gate's weight, bias and correction bias. Raise GateDiffers for other tensors."""
     tensors = _tensors(gate)
     weight, *more = [name for name, tensor in tensors.items() if tensor.dim() > 1] or [""]
     if more or weight.rpartition(".")[2] != "weight" or tensors[weight].dim() != 2:
@@ -171,7 +169,7 @@ def _form_of(gate: nn.Module, experts: int) -> tuple[GateForm, str | None]:
     unknown = [name for name in tensors if name not in (weight, bias, correction)]
     if unknown:
         raise GateDiffers(f"its gate has {unknown[0]}, which no declared rule uses")
-    return GateForm(weight, bias if bias in tensors else None), correction
+    return weight, bias if bias in tensors else None, correction
 
 
 def fused_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -208,10 +206,7 @@ def recognise(model: nn.Module) -> MoEFamily | None:
     recurrent = {row.recurrent for row in rows} - {None}
     if max(len(alike), len(projections), len(recurrent)) > 1:
         names = list(rows.values())
-        raise ValueError(
-            f"the MoE layers {names[0]} and {names[1]} of this {model_type} model are of different kinds, and Holdfast "
-            "recognises models with one kind."
-        )
+        raise ValueError(f"{names[0]} and {names[1]} are MoE layers of different kinds; Holdfast recognises one kind.")
     projection = next(iter(projections), MoEFamily.projection)
     attention = projection.rpartition(".")[0]
     return replace(alike.pop(), attention=attention, projection=projection, recurrent=next(iter(recurrent), None))
@@ -228,32 +223,17 @@ def _row_of_layer(model_type: str, model: nn.Module, experts_name: str, experts:
         raise GateDiffers(f"{len(gates) or 'no'} modules beside the experts have top_k and a weight for each expert")
     gate = active_module(block.get_submodule(gates[0]))
     extra = _second_argument(gate, block, count)
-    projection, recurrent = _mixer(layer, block)
-    rule, form, scale = _measure_once((*_settings(gate), count, extra), lambda: _find_rule(gate, count, extra))
-    return MoEFamily(
-        model_type,
-        gates[0],
-        rule,
-        block_path,
-        experts_path,
-        form.weight,
-        form.bias,
-        scale,
-        block_bias=extra,
-        attention="",
-        projection=projection or "",
-        recurrent=recurrent,
-    )
+    mixer = _mixer(layer, block)
+    measured = _measure_once((*_settings(gate), count, extra), lambda: _find_rule(gate, count, extra))
+    return MoEFamily(model_type, gates[0], block=block_path, experts=experts_path, attention="", **measured, **mixer)
 
 
 def _may_be_gate(module: nn.Module, count: int) -> bool:
     """Whether a module is not a plain linear map, and has a weight with a row for each expert."""
     module = active_module(module)
-    if original_class(type(module)) in (nn.Linear, nn.Embedding):
-        return False
-    return any(tensor.dim() == 2 and tensor.shape[0] >= count for tensor in _tensors(module).values()) and hasattr(
-        module, "top_k"
-    )
+    is_plain = original_class(type(module)) in (nn.Linear, nn.Embedding)
+    has_rows = any(tensor.dim() == 2 and tensor.shape[0] >= count for tensor in _tensors(module).values())
+    return has_rows and not is_plain and hasattr(module, "top_k")
 
 
 def _second_argument(gate: nn.Module, block: nn.Module, count: int) -> str | None:
@@ -266,8 +246,8 @@ def _second_argument(gate: nn.Module, block: nn.Module, count: int) -> str | Non
     return others[0].name if others else None
 
 
-def _mixer(layer: nn.Module, block: nn.Module) -> tuple[str | None, str | None]:
-    """Return the path of the output projection of a layer's attention, or that of the recurrent module in its place."""
+def _mixer(layer: nn.Module, block: nn.Module) -> dict[str, Any]:
+    """Return the fields of a row for the output projection of a layer's attention, or the recurrent module in its place."""
     children = [(name, child) for name, child in layer.named_children() if child is not block]
     attentions = [(name, child) for name, child in children if hasattr(child, "is_causal") and hasattr(child, "config")]
     if len(attentions) == 1:
@@ -275,13 +255,13 @@ def _mixer(layer: nn.Module, block: nn.Module) -> tuple[str | None, str | None]:
         projection = next((path for path in PROJECTIONS if path in attention._modules), None)
         if projection is None:
             raise GateDiffers(f"{name} has no output projection under a known name")
-        return f"{name}.{projection}", None
+        return {"projection": f"{name}.{projection}"}
     recurrent = [name for name, child in children if hasattr(child, "layer_idx")]
     if attentions or len(recurrent) > 1:
         raise GateDiffers(f"the layer around it has {len(attentions) or len(recurrent)} attention or recurrent modules")
     if not recurrent:
         raise GateDiffers("the layer around it has no attention or recurrent module, which would tell padding from tokens")
-    return None, recurrent[0]
+    return {"projection": "", "recurrent": recurrent[0]}
 
 
 def copy_with_random_weights(module: nn.Module, generator: torch.Generator) -> Any:
@@ -328,149 +308,140 @@ def plain_float32() -> Iterator[None]:
         yield
 
 
-def check_form(gate: Any, form: GateForm) -> None:
-    """Raise GateDiffers if the random copy `gate` is random, or its logits are not a linear map of the token."""
-    tokens = _tokens(gate, form)
-    for training in form.modes:
-        gate.train(training)
+def check_form(row: MoEFamily, block: RandomBlock) -> None:
+    """Raise GateDiffers if the random copy is random, or its logits are not a linear map of the token."""
+    tokens = _tokens(row, block)
+    for training in _modes(row):
+        block.gate.train(training)
         torch.manual_seed(1)
-        first = call_gate(gate, tokens.clone(), form)
+        first = call_gate(row, block, tokens)
         torch.manual_seed(2)
-        second = call_gate(gate, tokens.clone(), form)
+        second = call_gate(row, block, tokens)
         if not all(torch.equal(one, other) for one, other in zip(first, second, strict=True)):
             raise GateDiffers(f"its gate returns random results in {'training' if training else 'evaluation'}")
-        _require_close(first[0], _linear(gate, form, tokens), "the logits of its gate are not a linear map of the token")
+        _require_close(first[0], _linear(row, block, tokens), "the logits of its gate are not a linear map of the token")
 
 
-def check_rule(gate: Any, rule: Rule, form: GateForm) -> None:
-    """Raise GateDiffers if the random copy `gate` does not route as `rule` says. Call it inside `plain_float32`."""
-    tokens = _tokens(gate, form)
+def check_rule(row: MoEFamily, block: RandomBlock) -> None:
+    """Raise GateDiffers if the random copy does not route as the row says. Call it inside `plain_float32`."""
+    tokens = _tokens(row, block)
     generator = torch.Generator("cpu").manual_seed(2)
-    for training in form.modes:
-        gate.train(training)
+    for training in _modes(row):
+        block.gate.train(training)
         for batch in (tokens, tokens[:1]):
-            _compare(rule, form, call_gate(gate, batch.clone(), form))
-            _check_gradients(gate, rule, form, batch, generator)
-    gate.eval()
-    rounded, tokens_16 = copy.deepcopy(gate).to(torch.bfloat16), tokens.to(torch.bfloat16)
-    extra = None if form.extra is None else form.extra.to(torch.bfloat16)
-    output = call_gate(rounded, tokens_16, replace(form, extra=extra))
-    linear, what = _linear(rounded.float(), form, tokens_16.float()), "the logits of its gate in bfloat16"
+            _compare(row, block, call_gate(row, block, batch))
+            _check_gradients(row, block, batch, generator)
+    block.gate.eval()
+    rounded, tokens_16 = copy.deepcopy(block), tokens.to(torch.bfloat16)
+    rounded.gate.to(torch.bfloat16)
+    if row.block_bias is not None:
+        setattr(rounded, row.block_bias, rounded.given(row)[0].to(torch.bfloat16))
+    output = call_gate(row, rounded, tokens_16)
+    linear, what = _linear(row, rounded, tokens_16.float()), "the logits of its gate in bfloat16"
     _require_close(output[0], linear, f"{what} are not a linear map of the token", torch.bfloat16)
-    _compare(rule, form, output, torch.bfloat16)
-    _check_equal_logits(gate, rule, form, tokens)
+    _compare(row, block, output, torch.bfloat16)
+    _check_equal_logits(row, block, tokens)
 
 
-def _tokens(gate: Any, form: GateForm) -> Tensor:
-    dim = gate.get_parameter(form.weight).shape[1]
+def _modes(row: MoEFamily) -> tuple[bool, ...]:
+    """Return the values of `training` with which a gate is checked."""
+    return (False,) if row.samples_in_training else (False, True)
+
+
+def _tokens(row: MoEFamily, block: RandomBlock) -> Tensor:
+    dim = block.gate.get_parameter(row.weight).shape[1]
     return torch.randn(TOKENS, dim, generator=torch.Generator("cpu").manual_seed(1))
 
 
-def call_gate(gate: Any, tokens: Tensor, form: GateForm) -> tuple[Tensor, Tensor, Tensor]:
+def call_gate(row: MoEFamily, block: RandomBlock, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return logits (T,E), weights (T,k) and experts (T,k) of a gate. Raise GateDiffers if it returns anything else."""
-    extra = () if form.extra is None else (form.extra,)
+    tokens = tokens.clone()  # some gates change it
     try:
-        output = gate(tokens, *extra)
+        output = block.gate(tokens, *block.given(row))
     except Exception:  # some gates take (B,N,d) only
         try:
-            output = gate(tokens.unsqueeze(0), *extra)
+            output = block.gate(tokens.unsqueeze(0), *block.given(row))
         except Exception as problem:
             reason = " ".join(str(problem).split())[:120] or type(problem).__name__
             raise GateDiffers(f"its gate fails when it is called alone ({reason})") from None
     if not isinstance(output, tuple) or len(output) != 3 or not all(isinstance(one, Tensor) for one in output):
         count = len(output) if isinstance(output, tuple) else 1
         raise GateDiffers(f"its gate returns {count} values, not logits, weights and indices")
-    logits, weights, experts = (one.flatten(0, -2) for one in (output if form.usual_order else output[::-1]))
+    logits, weights, experts = (one.flatten(0, -2) for one in (output if row.usual_order else output[::-1]))
     if experts.is_floating_point() or not logits.is_floating_point() or weights.shape != experts.shape:
         raise GateDiffers("its gate does not return logits, weights and indices, in this order")
     return logits, weights, experts.long()
 
 
-def _compare(rule: Rule, form: GateForm, output: tuple[Tensor, Tensor, Tensor], dtype: torch.dtype = torch.float32) -> None:
+def _declared(row: MoEFamily, block: RandomBlock, logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the ranks (T,E), the experts (T,k) and the weights (T,k) of the row's rule for `logits (T,E)`."""
+    rule, rows = row.rule_of(block), logits.unsqueeze(0)
+    scores = Scores(rows, rule.gate(rows), informed=False, raw=rows)
+    ranks = rule.ranks(scores)
+    experts = top(ranks, k)
+    weights = rule.weigh(scores, experts, torch.ones_like(experts, dtype=torch.bool), None, k)
+    return ranks[0], experts[0], row.scale_of(block) * weights[0]
+
+
+def _compare(
+    row: MoEFamily, block: RandomBlock, output: tuple[Tensor, Tensor, Tensor], dtype: torch.dtype = torch.float32
+) -> None:
     """Compare experts and weights with those that the rule gives for the gate's own logits."""
     logits, weights, experts = output
-    k = experts.shape[-1]
-    scores = _scores(rule, logits.detach().float())
-    dense = _dense(weights.detach().float(), experts, logits.shape[-1])
-    chosen, declared = _declared(rule, form, scores, k)
-    ranks = rule.ranks(scores)[0]
+    count, k = logits.shape[-1], experts.shape[-1]
+    ranks, chosen, declared = _declared(row, block, logits.detach().float(), k)
     best = ranks.sort(-1, descending=True).values
-    is_clear = (
-        (best[:, k - 1] - best[:, k]) > CLEAR[dtype] if k < ranks.shape[-1] else torch.ones(len(best), dtype=torch.bool)
-    )
-    same = (_members(experts, ranks) == _members(chosen, ranks)).all(-1)
+    is_clear = torch.ones(len(best), dtype=torch.bool) if k == count else best[:, k - 1] - best[:, k] > CLEAR[dtype]
+    same = (experts.sort(-1).values == chosen.sort(-1).values).all(-1)
     if not bool(same[is_clear].all()):
         raise GateDiffers("its gate selects other experts than the rule")
-    expected = _dense(declared, chosen, ranks.shape[-1])
-    _require_close(dense[same], expected[same], "the weights of its gate follow another rule", dtype)
+    found, expected = _dense(weights.detach().float(), experts, count), _dense(declared, chosen, count)
+    _require_close(found[same], expected[same], "the weights of its gate follow another rule", dtype)
 
 
-def _check_gradients(gate: Any, rule: Rule, form: GateForm, tokens: Tensor, generator: torch.Generator) -> None:
+def _check_gradients(row: MoEFamily, block: RandomBlock, tokens: Tensor, generator: torch.Generator) -> None:
     """Compare the gradients of a random sum of weights, with respect to the tokens and the gate's weight."""
-    weight = gate.get_parameter(form.weight)
+    weight = block.gate.get_parameter(row.weight)
     count = weight.shape[0]
     factors = torch.randn(len(tokens), count, generator=generator)
 
     def gradients(of_rule: bool) -> tuple[Tensor, ...]:
         given = tokens.clone().requires_grad_()
         if of_rule:
-            scores = _scores(rule, _linear(gate, form, given))
-            chosen, weights = _declared(rule, form, scores, k)
+            _, chosen, weights = _declared(row, block, _linear(row, block, given), k)
         else:
-            _, weights, chosen = call_gate(gate, given.clone(), form)
+            _, weights, chosen = call_gate(row, block, given)
         total = (_dense(weights.float(), chosen, count) * factors).sum()
         if not total.requires_grad:
             return torch.zeros_like(given), torch.zeros_like(weight)
         return torch.autograd.grad(total, (given, weight), allow_unused=True, materialize_grads=True)
 
-    k = call_gate(gate, tokens.clone(), form)[2].shape[-1]
+    k = call_gate(row, block, tokens)[2].shape[-1]
     # A single weight that is divided by itself is 1, and its gradient 0 but for rounding.
     least = 1.0 if k == 1 else LEAST
     for name, one, other in zip(("tokens", "weight"), gradients(False), gradients(True), strict=True):
         _require_close(one, other, f"the gradient of the {name} in its gate is not that of the rule", least=least)
 
 
-def _check_equal_logits(gate: Any, rule: Rule, form: GateForm, tokens: Tensor) -> None:
-    """Compare the weights where all logits are 0. The gate's tensors get their values back: the rule may read them."""
-    tensors = [*gate.parameters(), *gate.buffers(), *([] if form.extra is None else [form.extra])]
-    with torch.no_grad():
-        values = [tensor.clone() for tensor in tensors]
-        for tensor in tensors:
-            tensor.zero_()
-        try:
-            logits, weights, experts = call_gate(gate, tokens, form)
-            _, declared = _declared(rule, form, _scores(rule, logits.float()), experts.shape[-1])
-            # Which of several equal experts is selected is open, its weight is not.
-            what = "the weights that its gate gives equal logits follow another rule"
-            _require_close(weights.sort(-1).values, declared.sort(-1).values, what)
-        finally:
-            for tensor, value in zip(tensors, values, strict=True):
-                tensor.copy_(value)
+@torch.no_grad()
+def _check_equal_logits(row: MoEFamily, block: RandomBlock, tokens: Tensor) -> None:
+    """Compare the weights where all logits are 0. Which of several equal experts is selected is open, its weight is not."""
+    zeroed = copy.deepcopy(block)
+    for tensor in (*zeroed.gate.parameters(), *zeroed.gate.buffers(), *zeroed.given(row)):
+        tensor.zero_()
+    logits, weights, experts = call_gate(row, zeroed, tokens)
+    _, _, declared = _declared(row, zeroed, logits.float(), experts.shape[-1])
+    what = "the weights that its gate gives equal logits follow another rule"
+    _require_close(weights.sort(-1).values, declared.sort(-1).values, what)
 
 
-def _linear(gate: Any, form: GateForm, tokens: Tensor) -> Tensor:
-    logits = tokens @ gate.get_parameter(form.weight).float().t()
-    return logits if form.bias is None else logits + gate.get_parameter(form.bias).float()
-
-
-def _scores(rule: Rule, logits: Tensor) -> Scores:
-    rows = logits.unsqueeze(0)
-    return Scores(rows, rule.gate(rows), informed=False, raw=rows)
-
-
-def _declared(rule: Rule, form: GateForm, scores: Scores, k: int) -> tuple[Tensor, Tensor]:
-    """Return the experts (T,k) and weights (T,k) of the rule."""
-    experts = top(rule.ranks(scores), k)
-    weights = rule.weigh(scores, experts, torch.ones_like(experts, dtype=torch.bool), None, k)
-    return experts[0], form.scale * weights[0]
+def _linear(row: MoEFamily, block: RandomBlock, tokens: Tensor) -> Tensor:
+    logits = tokens @ block.gate.get_parameter(row.weight).float().t()
+    return logits if row.bias is None else logits + block.gate.get_parameter(row.bias).float()
 
 
 def _dense(weights: Tensor, experts: Tensor, count: int) -> Tensor:
     return weights.new_zeros(len(weights), count).scatter(-1, experts, weights)
-
-
-def _members(experts: Tensor, ranks: Tensor) -> Tensor:
-    return torch.zeros_like(ranks, dtype=torch.bool).scatter(-1, experts, True)
 
 
 def _require_close(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from holdfast.kernels.fp32_linear import HALF_DTYPES, ieee_float32, linear_float32, matmul_float32
-from holdfast.kernels.operators import EVERYWHERE, HAS_TRITON, has_kernels, is_differentiated, on_device_of, on_gpu, operator
+from holdfast.kernels.operators import HAS_TRITON, has_kernels, is_differentiated, on_device_of, on_gpu, operator
 from holdfast.kernels.token_mixing.blocks import ScoreTerms, expanded_mask, finite_or_zero, query_blocks, sampled_count
 from holdfast.kernels.token_mixing.blocks import sampled as sampled
 from holdfast.kernels.torch_internals import is_exporting
@@ -35,8 +35,7 @@ def attention_entropy(
 
     step    more than 1: only the queries of the `sampled` blocks, (B,H,n)
     """
-    out: Tensor = _attention_entropy(query.detach(), key.detach(), real, mask, causal, scale, step)
-    return out
+    return _attention_entropy(query.detach(), key.detach(), real, mask, causal, scale, step)
 
 
 def _attention_entropy_anywhere(
@@ -63,7 +62,6 @@ _attention_entropy = operator(
     "attention_entropy(Tensor query, Tensor key, Tensor? real, Tensor? mask, bool causal, float scale, int step) -> Tensor",
     _attention_entropy_anywhere,
     lambda query, *rest: query.new_empty(*query.shape[:2], sampled_count(query.shape[2], rest[-1]), dtype=torch.float32),
-    devices=EVERYWHERE,
 )
 
 
@@ -91,8 +89,7 @@ def take_heads(rows: Sequence[Tensor], head: Tensor, heads: int) -> tuple[Tensor
     """
     if is_exporting():
         return tuple(_index_heads(rows, head, heads))
-    taken: tuple[Tensor, ...] = _TakeHeads.apply(head, heads, *rows)  # type: ignore[no-untyped-call]
-    return taken
+    return _TakeHeads.apply(head, heads, *rows)
 
 
 class _TakeHeads(torch.autograd.Function):
@@ -117,39 +114,27 @@ class _TakeHeads(torch.autograd.Function):
 _take_heads_on_gpu, _put_head_on_gpu = on_gpu(__name__, "take_heads"), on_gpu(__name__, "put_head")
 
 
-def _take_heads_anywhere(rows: list[Tensor], head: Tensor, heads: int) -> list[Tensor]:
-    if all(has_kernels(each) for each in rows):
-        return _take_heads_on_gpu(head, rows, heads)
-    return _index_heads(rows, head, heads)
-
-
 def _index_heads(rows: Sequence[Tensor], head: Tensor, heads: int) -> list[Tensor]:
     return [each.index_select(1, head * each.shape[1] // heads).squeeze(1) for each in rows]
 
 
-def _put_head_anywhere(rows: Tensor, head: Tensor, heads: int, own: int) -> Tensor:
-    """Return (B,own,N,D): `rows (B,N,D)` as the head that head `head` of `heads` reads, 0 in the others."""
-    if has_kernels(rows):
-        return _put_head_on_gpu(rows, head, heads, own)
-    return _place_head(rows, head, heads, own)
-
-
 def _place_head(rows: Tensor, head: Tensor, heads: int, own: int) -> Tensor:
+    """Return (B,own,N,D): `rows (B,N,D)` as the head that head `head` of `heads` reads, 0 in the others."""
     out = rows.new_zeros(rows.shape[0], own, *rows.shape[1:])
     return out.index_copy(1, head * own // heads, rows.unsqueeze(1))
 
 
 _take_heads = operator(
     "take_heads(Tensor[] rows, Tensor head, int heads) -> Tensor[]",
-    _take_heads_anywhere,
+    lambda rows, head, heads: (
+        _take_heads_on_gpu(head, rows, heads) if all(map(has_kernels, rows)) else _index_heads(rows, head, heads)
+    ),
     lambda rows, head, heads: [each.new_empty(each.shape[0], *each.shape[2:]) for each in rows],
-    devices=EVERYWHERE,
 )
 _put_head = operator(
     "put_head(Tensor rows, Tensor head, int heads, int own) -> Tensor",
-    _put_head_anywhere,
+    lambda rows, *where: (_put_head_on_gpu if has_kernels(rows) else _place_head)(rows, *where),
     lambda rows, head, heads, own: rows.new_empty(rows.shape[0], own, *rows.shape[1:]),
-    devices=EVERYWHERE,
 )
 
 
@@ -162,8 +147,7 @@ def projected_norms(value: Tensor, across: Tensor, bias: Tensor | None, heads: i
     """
     is_half = value.dtype in HALF_DTYPES and value.dtype == across.dtype
     if is_half and value.shape[1] <= WIDEST_VALUE and has_kernels(value):
-        out: Tensor = _ProjectedNorms.apply(value, across, bias, heads)  # type: ignore[no-untyped-call]
-        return out
+        return _ProjectedNorms.apply(value, across, bias, heads)
     products = heads**2 * linear_float32(value, linear_float32(across, across))
     if bias is not None:
         products = products + 2 * heads * linear_float32(bias.unsqueeze(0), across)

@@ -18,10 +18,8 @@ from torch import Tensor
 
 from holdfast.kernels.float32_parts import (
     DTYPES,
-    NATIVE,
     WIDEST,
     Operand,
-    PartTypes,
     bf16_operand,
     load_parts,
     product,
@@ -126,11 +124,11 @@ def _entropy(
     tl.store(out + (batch * heads + head) * looked_at + place + tl.arange(0, ROWS), entropy, mask=row < queries)
 
 
-def _operand(rows: Tensor, as_is: bool, types: PartTypes) -> tuple[Operand, int, int]:
+def _operand(rows: Tensor, as_is: bool) -> tuple[Operand, int, int]:
     """Return rows (B,H,N,D) as an operand, and the strides of batches and heads; the operand counts groups in elements."""
     if as_is:
         return Operand(rows, 1, rows.stride(2), rows), rows.stride(0), rows.stride(1)
-    parts, _ = split_rows(rows.flatten(0, 1), bf16=2, types=types)
+    parts, _ = split_rows(rows.flatten(0, 1), bf16=2)
     operand = bf16_operand(parts, rows)
     return operand._replace(group=1), rows.shape[1] * operand.group, operand.group
 
@@ -149,16 +147,14 @@ def entropy(
     causal: bool,
     scale: float,
     step: int = 1,
-    *,
-    types: PartTypes = NATIVE,
 ) -> Tensor:
     """Return (B,H,n) float32: the entropies of every `step`-th block of queries."""
     batches, heads, queries, width = query.shape
     key_heads, keys = key.shape[1:3]
     narrow = query.dtype in (torch.bfloat16, torch.float16) and width == tile_width(width)
     as_is = narrow and query.stride(3) == key.stride(3) == 1
-    q, *query_strides = _operand(query, as_is, types)
-    k, *key_strides = _operand(key, as_is, types)
+    q, *query_strides = _operand(query, as_is)
+    k, *key_strides = _operand(key, as_is)
     parts = 1 if as_is else 2
     looked_at = sampled_count(queries, step)
     out = torch.empty(batches, heads, looked_at, dtype=torch.float32, device=query.device)

@@ -30,8 +30,7 @@ def balance_loss(gates: Tensor, chosen: Tensor, real: Tensor | None, over_ranks:
     A token counts once for an expert that it selected in several slots. Without real tokens the loss is 0.
     """
     if has_kernels(gates) and gates.shape[1] <= MOST_EXPERTS and not torch.compiler.is_compiling():
-        out: Tensor = _Balance.apply(gates, chosen, real, over_ranks)
-        return out
+        return _Balance.apply(gates, chosen, real, over_ranks)
     return reference(gates, chosen, real, over_ranks)
 
 
@@ -39,16 +38,26 @@ def reference(gates: Tensor, chosen: Tensor, real: Tensor | None, over_ranks: Ov
     """Return the balance loss in operations that autograd can differentiate."""
     tokens, experts = gates.shape
     selected = torch.zeros(tokens, experts + 1, device=gates.device).scatter(1, chosen, 1.0)[:, :experts]
-    rows = torch.cat([normalise(gates), selected], dim=1)
+    mass, shares = means(real, over_ranks, normalise(gates), selected)
+    return experts * (normalise(shares.detach()) * mass).sum()
+
+
+def means(real: Tensor | None, over_ranks: OverRanks | None, *values: Tensor) -> tuple[Tensor, ...]:
+    """Return the mean of each of `values (T,n)` over the real tokens of all ranks; 0 if there are none.
+
+    Sums are divided by the mean number of tokens over ranks, so that the mean over ranks is the mean over tokens. The
+    gradient is that of this rank's tokens. All sums are exchanged in one message.
+    """
+    rows = torch.cat([value.to(values[0].dtype) for value in values], dim=1)
     if real is None:
-        total, count = rows.sum(0), rows.new_full((1,), tokens)
+        total, count = rows.sum(0), rows.new_full((1,), rows.shape[0])
     else:
-        total, count = rows.where(real.unsqueeze(1), 0.0).sum(0), real.sum(0, keepdim=True).to(rows.dtype)
+        real = real.reshape(-1, 1)
+        total, count = rows.where(real, 0.0).sum(0), real.sum(0).to(rows.dtype)
     whole = torch.cat([total.detach(), count])
     whole = whole if over_ranks is None else over_ranks(whole)
     mean = (whole[:-1] + (total - total.detach())) / whole[-1:].where(whole[-1:] > 0, 1.0)
-    mass, shares = mean.split(experts)
-    return experts * (normalise(shares.detach()) * mass).sum()
+    return mean.split([value.shape[1] for value in values])
 
 
 class _Balance(torch.autograd.Function):

@@ -70,10 +70,7 @@ def feature_scales(spreads: Tensor, smallest: float) -> Tensor:
 
     (C+1,d) where a kernel makes them, with a row of ones for tokens without a cluster; (C,d) elsewhere.
     """
-    if has_kernels(spreads):
-        out: Tensor = _feature_scales(spreads, smallest)
-        return out
-    return naive.feature_scales(spreads, smallest)
+    return (_feature_scales if has_kernels(spreads) else naive.feature_scales)(spreads, smallest)
 
 
 def padded_scales(scales: Tensor, groups: Groups) -> Tensor:
@@ -105,7 +102,8 @@ def update_spreads(spreads: Tensor, deviations: Tensor, counts: Tensor, due: Ten
     spreads.copy_(torch.where(due, moved, spreads))
 
 
-def _group_fake(clusters_of: Tensor, real: Tensor | None, clusters: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def empty_tiles(clusters_of: Tensor, real: Tensor | None, clusters: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return memory for the fields of `TokenTiles`."""
     tiles = cdiv(clusters_of.shape[0], TILE) + clusters + 1
     return (
         clusters_of.new_empty(tiles * TILE, dtype=torch.int32),
@@ -118,7 +116,7 @@ def _group_fake(clusters_of: Tensor, real: Tensor | None, clusters: int) -> tupl
 _group = operator(
     "group_by_cluster(Tensor clusters_of, Tensor? real, int clusters) -> (Tensor, Tensor, Tensor, Tensor)",
     on_gpu(__name__, "group"),
-    _group_fake,
+    empty_tiles,
 )
 _sums = operator(
     "cluster_sums(Tensor tokens, Tensor? real, Tensor order, Tensor bounds, Tensor? around, Tensor? counts, bool squared)"

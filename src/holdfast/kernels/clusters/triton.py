@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from holdfast.kernels.clusters import TILE
+from holdfast.kernels.clusters import TILE, empty_tiles
 from holdfast.kernels.operators import cdiv, kernel, next_power_of_2
 
 BLOCK = tl.constexpr(128)  # tokens that are counted and placed together
@@ -214,18 +214,14 @@ def group(clusters_of: Tensor, real: Tensor | None, clusters: int) -> tuple[Tens
     """Return the fields of `TokenTiles`: order (G * TILE,), owners (G,), bounds (C+1,) and totals (C,)."""
     tokens, device = clusters_of.shape[0], clusters_of.device
     blocks, bins = cdiv(tokens, BLOCK.value), next_power_of_2(clusters + 1)
-    tiles = cdiv(tokens, TILE) + clusters + 1
     padded = real is not None
     counts = torch.empty(2 if padded else 1, blocks, bins, dtype=torch.int32, device=device)
-    order = torch.empty(tiles * TILE, dtype=torch.int32, device=device)
-    owners = torch.empty(tiles, dtype=torch.int32, device=device)
-    bounds = torch.empty(clusters + 1, dtype=torch.int32, device=device)
-    totals = torch.empty(clusters, dtype=torch.float32, device=device)
+    written = empty_tiles(clusters_of, real, clusters)
     mask, of_all, of_real = real.contiguous() if padded else clusters_of, counts[0], counts[-1]
     sizes = tokens, clusters_of.stride(0), clusters
     _count[(blocks,)](clusters_of, mask, of_all, of_real, *sizes, PADDED=padded, BINS=bins)
-    written = order, owners, bounds, totals
-    _place[(blocks,)](clusters_of, of_all, of_real, *written, *sizes, blocks, tiles, PADDED=padded, BINS=bins, TILE=TILE)
+    sizes += blocks, written[1].shape[0]
+    _place[(blocks,)](clusters_of, of_all, of_real, *written, *sizes, PADDED=padded, BINS=bins, TILE=TILE)
     return written
 
 

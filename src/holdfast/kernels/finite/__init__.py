@@ -7,12 +7,14 @@ optimizer whose model is compiled with CUDA graphs, the host reads the record (`
 """
 
 import ctypes
+import functools
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from holdfast.kernels.operators import EVERYWHERE, HAS_TRITON, on_gpu, operator
+from holdfast.kernels.operators import HAS_TRITON, on_gpu, operator
 
 NAME_BYTES = 128
 _check = on_gpu(__name__, "check")
@@ -47,7 +49,6 @@ class _Record:
 
 
 _records: dict[torch.device, _Record] = {}
-_reads_before_steps = False
 
 
 def require_finite_so_far() -> None:
@@ -109,18 +110,16 @@ def _check_without_triton(scores: Tensor, layer: Tensor, real: Tensor | None, re
     record.found.copy_(torch.where(is_first, 1, found), non_blocking=True)
 
 
+@functools.cache
 def _read_before_optimizer_steps() -> None:
     """Read the records before each step of any optimizer: in a replayed graph no layer does it."""
-    global _reads_before_steps
-    if not _reads_before_steps:
-        from torch.optim.optimizer import register_optimizer_step_pre_hook
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-        register_optimizer_step_pre_hook(lambda *_: None if _is_capturing() else require_finite_so_far())
-        _reads_before_steps = True
+    def read(*_: Any) -> None:
+        if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+            require_finite_so_far()
 
-
-def _is_capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    register_optimizer_step_pre_hook(read)
 
 
 def _require_finite_anywhere(scores: Tensor, tokens: Tensor, layer: Tensor, real: Tensor | None) -> Tensor:
@@ -140,7 +139,6 @@ _require_finite = operator(
     "require_finite(Tensor scores, Tensor tokens, Tensor layer, Tensor? real) -> Tensor",
     _require_finite_anywhere,
     lambda scores, *_: scores.new_empty(()),
-    devices=EVERYWHERE,
 )
 
 

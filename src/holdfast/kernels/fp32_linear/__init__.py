@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from holdfast.kernels.operators import (
-    EVERYWHERE,
     has_bf16_cores,
     has_kernels,
     input_gradients,
@@ -66,10 +65,9 @@ def matmul_float32(left: Tensor, right: Tensor, *, transposed: bool = False) -> 
     if is_exporting():
         return left.float() @ (right.mT if transposed else right).float()
     if torch.is_grad_enabled():
-        out: Tensor = _MatMul.apply(left, right, transposed)  # type: ignore[no-untyped-call]
-    else:  # in decoding, the 10 microseconds that autograd takes for a function are a third of the product
-        out = _matmul(left, right.mT if transposed else right)
-    return out
+        return _MatMul.apply(left, right, transposed)
+    # In decoding, the 10 microseconds that autograd takes for a function are a third of the product.
+    return _matmul(left, right.mT if transposed else right)
 
 
 class _MatMul(torch.autograd.Function):
@@ -101,7 +99,6 @@ _matmul = operator(
     "matmul_float32(Tensor left, Tensor right) -> Tensor",
     _matmul_anywhere,
     lambda left, right: left.new_empty(*left.shape[:-1], right.shape[-1], dtype=torch.float32),
-    devices=EVERYWHERE,
 )
 
 
@@ -109,9 +106,8 @@ def linear_float32(tokens: Tensor, weight: Tensor) -> Tensor:
     """Return `tokens (..., d)` times `weight (n,d)` transposed, in true float32; tokens are saved in their own dtype."""
     rows = tokens.reshape(-1, tokens.shape[-1])
     if rows.dtype in HALF_DTYPES and has_linear_kernel(rows, weight):  # for float32 rows the kernel is not always faster
-        arguments = rows.contiguous(), weight, None, None, None, None
         run = _Linear.apply if torch.is_grad_enabled() else _linear  # without what autograd adds to a call, as above
-        out: Tensor = run(*arguments)
+        out: Tensor = run(rows.contiguous(), weight, None, None, None, None)
     else:
         out = matmul_float32(rows, weight, transposed=True)
     return out.view(*tokens.shape[:-1], weight.shape[0])
@@ -163,8 +159,7 @@ def scaled_tiles_linear(
 
     For tokens in tiles as `clusters.TokenTiles` has them, where `has_linear_kernel`.
     """
-    out: Tensor = _Linear.apply(tokens.contiguous(), weight, order, owners, bounds, scales)  # type: ignore[no-untyped-call]
-    return out
+    return _Linear.apply(tokens.contiguous(), weight, order, owners, bounds, scales)
 
 
 class _Linear(torch.autograd.Function):

@@ -32,7 +32,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from holdfast.kernels.operators import (
-    EVERYWHERE,
     HAS_TRITON,
     has_bf16_cores,
     has_kernels,
@@ -103,8 +102,7 @@ _dispatch = operator(
 
 def gather_mm(tokens: Tensor, weight: Tensor, plan: Dispatch, bias: Tensor | None = None) -> Tensor:
     """Return each row's token (d) times its expert's weight (E,H,d), plus its expert's bias (E,H), as (R,H)."""
-    out: Tensor = _GatherMM.apply(tokens, weight, *plan, bias)  # type: ignore[no-untyped-call]
-    return out
+    return _GatherMM.apply(tokens, weight, *plan, bias)
 
 
 def mm_combine(
@@ -126,8 +124,7 @@ def mm_combine(
     """
     if glu not in ACTIVATIONS or not has_kernels(hidden):
         hidden, glu = activate(hidden, plan), None
-    out: Tensor = _MMCombine.apply(hidden, weight, slot_weights, *plan, bias, glu or "")  # type: ignore[no-untyped-call]
-    return out
+    return _MMCombine.apply(hidden, weight, slot_weights, *plan, bias, glu or "")
 
 
 class _GatherMM(torch.autograd.Function):
@@ -244,19 +241,16 @@ _gather_mm = operator(
     f"gather_mm(Tensor tokens, Tensor weight, {_PLAN}) -> Tensor",
     _gather_mm_anywhere,
     lambda tokens, weight, order, *_: tokens.new_empty(order.shape[0], weight.shape[1]),
-    devices=EVERYWHERE,
 )
 _gather_mm_backward = operator(
     f"gather_mm_backward(Tensor grad, Tensor tokens, Tensor weight, {_PLAN}, bool[] wants) -> (Tensor, Tensor, Tensor)",
     _gather_mm_backward_anywhere,
     lambda grad, tokens, weight, *rest: like_wanted(grad, (tokens, weight, rest[-2]), rest[-1]),
-    devices=EVERYWHERE,
 )
 _mm_combine = operator(
     f"mm_combine(Tensor hidden, Tensor weight, Tensor slot_weights, {_PLAN}, str glu) -> Tensor",
     _mm_combine_anywhere,
     lambda hidden, weight, slot_weights, order, slots, *_: hidden.new_empty(slots.shape[0], weight.shape[1]),
-    devices=EVERYWHERE,
 )
 _mm_combine_backward = operator(
     f"mm_combine_backward(Tensor grad, Tensor hidden, Tensor weight, Tensor slot_weights, {_PLAN}, str glu, bool[] wants) "
@@ -265,7 +259,6 @@ _mm_combine_backward = operator(
     lambda grad, hidden, weight, slot_weights, order, slots, offsets, bias, glu, wants: like_wanted(
         grad, (hidden, weight, slot_weights, bias), (True, wants[1], True, wants[3])
     ),
-    devices=EVERYWHERE,
 )
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -24,17 +25,9 @@ def experts(
         for slot, expert in enumerate(its_experts):
             if expert == up.shape[0]:
                 continue
-            hidden = up[expert] @ token
-            if up_bias is not None:
-                hidden = hidden + up_bias[expert]
-            if gated:
-                gate, linear = hidden.chunk(2)
-                hidden = activation(gate) * linear
-            else:
-                hidden = activation(hidden)
-            output = down[expert] @ hidden
-            if down_bias is not None:
-                output = output + down_bias[expert]
+            hidden = F.linear(token, up[expert], None if up_bias is None else up_bias[expert])
+            gate, factor = hidden.chunk(2) if gated else (hidden, 1.0)
+            output = F.linear(activation(gate) * factor, down[expert], None if down_bias is None else down_bias[expert])
             total = total + its_weights[slot].float() * output.float()
         outputs.append(total.to(token.dtype))
     return torch.stack(outputs) if outputs else tokens.new_zeros(tokens.shape)
@@ -42,29 +35,19 @@ def experts(
 
 def combine_rows(rows: Tensor, slots: Tensor, weights: Tensor, used: int) -> Tensor:
     """Return y_t = sum_s weight_ts * rows[slot_ts] over the slots that point below `used`."""
-    out = torch.zeros(slots.shape[0], rows.shape[1])
-    for token, its_slots in enumerate(slots.tolist()):
-        for position, slot in enumerate(its_slots):
-            if slot < used:
-                out[token] += weights[token, position] * rows[slot].float()
-    return out.to(rows.dtype)
+    values = torch.cat([rows[:used].float(), torch.zeros(1, rows.shape[1])])[slots.clamp_max(used)]
+    return (values * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
 
 
 def grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """Return rows offsets[e-1] to offsets[e] times weight[e]^T; rows past the last offset are zero."""
-    out = rows.new_zeros(rows.shape[0], weight.shape[1])
-    start = 0
-    for expert, end in enumerate(offsets.tolist()):
-        out[start:end] = rows[start:end] @ weight[expert].t()
-        start = end
-    return out
+    *owned, unused = rows.tensor_split(offsets.tolist())
+    products = [part @ matrix.t() for part, matrix in zip(owned, weight, strict=True)]
+    return torch.cat([*products, unused.new_zeros(unused.shape[0], weight.shape[1])])
 
 
 def grouped_outer(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
     """Return the sum of left_r right_r^T over each expert's rows: (E,n,m)."""
-    products = []
-    start = 0
-    for end in offsets.tolist():
-        products.append(left[start:end].t() @ right[start:end])
-        start = end
-    return torch.stack(products)
+    ends = offsets.tolist()
+    pairs = zip(left.tensor_split(ends)[:-1], right.tensor_split(ends)[:-1], strict=True)
+    return torch.stack([one.t() @ other for one, other in pairs])

@@ -302,9 +302,10 @@ def _weigh_reference(scores: Tensor, chosen: Tensor, eps: Tensor | None, edges: 
     return weigh(Amounts(amounts, WEIGHINGS[how]), experts, in_use, fade)
 
 
-def _select_fake(
+def empty_selection(
     scores: Tensor, amounts: Tensor, eps: Tensor | None, k: int, width: int, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return memory for experts, weights, the slot of each expert, gaps, and the width of each token's strip."""
     (tokens, experts), gaps = scores.shape, rest[-1]
     return (
         scores.new_empty(tokens, width, dtype=torch.int64),
@@ -320,7 +321,7 @@ _select = operator(
     "choose(Tensor scores, Tensor amounts, Tensor? eps, int k, int width, int how, bool informed, float a, float b, "
     "Tensor? gaps) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     on_gpu(__name__, "select"),
-    _select_fake,
+    empty_selection,
 )
 _strip_gaps = operator(  # the gaps that `_select` returns, which do not depend on `eps`
     "strip_gaps(Tensor scores, int k, int width, bool informed) -> Tensor",

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from holdfast.kernels.float32_parts import BF16_PART
 from holdfast.kernels.operators import cdiv, kernel, next_power_of_2
-from holdfast.kernels.select import SHARE
+from holdfast.kernels.select import SHARE, empty_selection
 
 RAW, SHARES, SOFTMAX = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # indices into `WEIGHINGS`
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
@@ -329,11 +329,7 @@ def select(
     """
     count, experts = scores.shape
     capped = eps is not None and width < experts
-    chosen = torch.empty(count, width, dtype=torch.int64, device=scores.device)
-    weights = torch.empty(count, width, dtype=torch.float32, device=scores.device)
-    slots = torch.empty(count, experts, dtype=torch.int16, device=scores.device)
-    found = torch.empty(0 if eps is None or gaps is not None else count, experts, device=scores.device)
-    edges = torch.empty(count if capped else 0, dtype=torch.float32, device=scores.device)
+    chosen, weights, slots, found, edges = empty_selection(scores, amounts, eps, k, width, gaps)
     options = forward_options(experts, width if capped else k)
     written = chosen, weights, slots, found if gaps is None else gaps, edges
     weighing = {**_weighing(eps, how, informed, a, b), "CAPPED": capped, "GIVEN": gaps is not None}

@@ -21,8 +21,7 @@ def midpoint(values: Tensor, real: Tensor | None, below: Tensor, over_ranks: Cal
     value if `below` is at least the number of values. `over_ranks` returns the sum of a tensor over all processes.
     """
     if has_kernels(values):
-        middle: Tensor = _midpoint(below, _count_bytes(values, real, below, over_ranks))
-        return middle
+        return _midpoint(below, _count_bytes(values, real, below, over_ranks))
     valid = _valid(values, real)
     most = over_ranks(valid.sum())
     lower, upper = smallest(values, valid, torch.stack([below - 1, below]).minimum(most - 1).clamp_min(0), over_ranks)
@@ -36,8 +35,7 @@ def order_statistic(values: Tensor, real: Tensor | None, rank: Tensor) -> Tensor
     Only rows where `real (...)` is True count, and only those of this process.
     """
     if has_kernels(values):
-        found: Tensor = _at_rank(rank, _count_bytes(values, real, rank, lambda own: own))
-        return found
+        return _at_rank(rank, _count_bytes(values, real, rank, lambda own: own))
     # Not `smallest`, which rounds to float32: then one value too many could be below the result.
     ranked = values.detach().where(_valid(values, real), torch.inf).flatten().sort().values
     ranked = torch.cat([ranked, ranked.new_full((1,), torch.inf)])

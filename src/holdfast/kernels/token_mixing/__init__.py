@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from holdfast.kernels.operators import (
-    EVERYWHERE,
     HAS_TRITON,
     differentiable_gradients,
     is_differentiated,
@@ -72,8 +71,7 @@ def softmax_mix_with_total(query: Tensor, key: Tensor, value: Tensor, **options:
 
     log_total is -inf for a query without allowed keys. The options are those of `_mix`.
     """
-    out, log_total = _mix(query, key, value, with_total=True, **options)
-    return out, log_total
+    return _mix(query, key, value, with_total=True, **options)  # type: ignore[return-value]
 
 
 def _mix(
@@ -110,8 +108,7 @@ def _mix(
         return mix_one_query(terms._replace(real=real), only_real(value, real), with_total)
     own_key = None if key is query else key
     options = (causal, scale, second_scale, coarse)
-    out: tuple[Tensor, Tensor] = _SoftmaxMix.apply(query, own_key, *rows[2:], *limits, *options)  # type: ignore[no-untyped-call]
-    return out
+    return _SoftmaxMix.apply(query, own_key, *rows[2:], *limits, *options)
 
 
 # The inputs of the operators and of the autograd function are six operands (query, key, value, second query, second key and
@@ -213,7 +210,6 @@ _mix_parts = operator(  # `wants` are the fields of `launch.WantedGradients`
     f"mix_parts({_ROWS}, Tensor? real, bool shared, bool[] wants) -> Tensor[]",
     _mix_parts_anywhere,
     functools.partial(_mix_parts_anywhere, fill=False),
-    devices=EVERYWHERE,
 )
 
 
@@ -225,21 +221,18 @@ def _softmax_mix_anywhere(*arguments: Any) -> tuple[Tensor, Tensor]:
     from holdfast.kernels.token_mixing import launch
 
     with on_device_of(inputs[0]):
-        bias, real, mask = inputs[OPERANDS - 1 : OPERANDS + 2]
-        return launch.mix(_rows(inputs, shared), bias, real, mask, parts, *settings)
-
-
-def _softmax_mix_fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    shape = query.shape[:2]
-    return query.new_empty(*shape, value.shape[2], dtype=torch.float32), query.new_empty(shape, dtype=torch.float32)
+        limits = inputs[OPERANDS - 1 : OPERANDS + 2]
+        return launch.mix(launch.Problem._make((_rows(inputs, shared), *limits, parts, *settings)))
 
 
 _BIAS_MASKS_AND_PARTS = "Tensor? bias, Tensor? real, Tensor? mask, Tensor? query_level, Tensor? key_level, Tensor[] parts"
 _softmax_mix = operator(
     f"softmax_mix({_ROWS}, {_BIAS_MASKS_AND_PARTS}, {_SETTINGS}) -> (Tensor, Tensor)",
     _softmax_mix_anywhere,
-    _softmax_mix_fake,
-    devices=EVERYWHERE,
+    lambda query, key, value, *_: (
+        query.new_empty(*query.shape[:2], value.shape[2], dtype=torch.float32),
+        query.new_empty(query.shape[:2], dtype=torch.float32),
+    ),
 )
 
 
@@ -254,10 +247,10 @@ def _softmax_mix_backward_anywhere(
     if parts:
         from holdfast.kernels.token_mixing import launch
 
-        given = (_rows(inputs, shared), *inputs[OPERANDS - 1 : OPERANDS + 2], parts, *settings)
+        limits = inputs[OPERANDS - 1 : OPERANDS + 2]
+        problem = launch.Problem._make((_rows(inputs, shared), *limits, parts, *settings))
         with on_device_of(grad):
-            wanted = launch.WantedGradients(*wants)
-            grads = launch.mix_backward(grad, out, log_total, *given, wants=wanted, grad_total=grad_total)
+            grads = launch.mix_backward(grad, out, log_total, problem, launch.WantedGradients(*wants), grad_total)
     else:
         terms, value = _terms_and_value(inputs, *settings)
         grads = mix_in_blocks_backward(grad, grad_total, out, log_total, terms, value, shared)
@@ -272,17 +265,12 @@ def _wanted_operands(shared: bool, wants: Sequence[bool]) -> tuple[bool, ...]:
     return (wants[0], wants[1] and not shared, wants[2], wants[0], wants[1], wants[1])
 
 
-def _softmax_mix_backward_fake(
-    grad: Tensor, grad_total: Tensor | None, out: Tensor, log_total: Tensor, *rest: Any
-) -> list[Tensor]:
-    shared, wants = rest[INPUTS + 1], rest[-1]  # `shared` follows the parts
-    return list(like_wanted(grad, rest[:OPERANDS], _wanted_operands(shared, wants)))
-
-
 _softmax_mix_backward = operator(
     "softmax_mix_backward(Tensor grad, Tensor? grad_total, Tensor out, Tensor log_total, "
     f"{_ROWS}, {_BIAS_MASKS_AND_PARTS}, {_SETTINGS}, bool[] wants) -> Tensor[]",
     _softmax_mix_backward_anywhere,
-    _softmax_mix_backward_fake,
-    devices=EVERYWHERE,
+    # After the gradients and results come the inputs, the parts and `shared`.
+    lambda grad, grad_total, out, log_total, *rest: list(
+        like_wanted(grad, rest[:OPERANDS], _wanted_operands(rest[INPUTS + 1], rest[-1]))
+    ),
 )

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from holdfast.kernels.float32_parts import (
     DTYPES,
-    NATIVE,
+    STORED_BF16,
     WIDEST,
     Parts,
-    PartTypes,
     PlannedSplit,
     bf16_operand,
     fp16_operand,
@@ -169,9 +168,9 @@ def _fp16_parts(rows: Tensor) -> int:
     return 2 if rows.dtype == torch.float32 else 1
 
 
-def _bf16_parts(rows: Tensor, out: torch.dtype, types: PartTypes) -> int:
+def _bf16_parts(rows: Tensor, out: torch.dtype) -> int:
     """Return in how many bfloat16 parts to split the rows: 1 if they are bfloat16, or the result of dtype `out` is."""
-    return 1 if types.bf16 in (rows.dtype, out) else 2
+    return 1 if STORED_BF16 in (rows.dtype, out) else 2
 
 
 class Rows(NamedTuple):
@@ -183,9 +182,10 @@ class Rows(NamedTuple):
     second_query: Tensor | None
     second_key: Tensor | None
 
-    def scaled(self, types: PartTypes) -> bool:
+    @property
+    def scaled(self) -> bool:
         """Return whether the first product is one of float16 parts; one of bfloat16 numbers needs no factors."""
-        return not self.query.dtype == self.key.dtype == types.bf16
+        return not self.query.dtype == self.key.dtype == STORED_BF16
 
 
 class WantedGradients(NamedTuple):
@@ -197,14 +197,12 @@ class WantedGradients(NamedTuple):
     coarse: bool = False  # those of queries and keys will be rounded to bfloat16: one part of each factor is enough
 
 
-def _gradient_bf16_parts(rows: Tensor, other: Tensor, wants: WantedGradients, types: PartTypes) -> int:
+def _gradient_bf16_parts(rows: Tensor, other: Tensor, wants: WantedGradients) -> int:
     """Return in how many bfloat16 parts to split rows that are a factor of the other's gradient."""
-    return 1 if wants.coarse else _bf16_parts(rows, other.dtype, types)
+    return 1 if wants.coarse else _bf16_parts(rows, other.dtype)
 
 
-def split_operands(
-    rows: Rows, real: Tensor | None, wants: WantedGradients, *, types: PartTypes = NATIVE, fill: bool = True
-) -> list[Tensor]:
+def split_operands(rows: Rows, real: Tensor | None, wants: WantedGradients, *, fill: bool = True) -> list[Tensor]:
     """Return all parts that `mix` and `mix_backward` need: the fields of `Parts` for each of the rows, one after another.
 
     `fill=False` only allocates them, for the compiler.
@@ -213,27 +211,40 @@ def split_operands(
     splits: list[PlannedSplit] = []
 
     def split(operand: Tensor, real: Tensor | None, fp16: int, bf16: int) -> Parts:
-        splits.append(plan_split(operand, real, fp16=fp16, bf16=bf16, types=types))
+        splits.append(plan_split(operand, real, fp16=fp16, bf16=bf16))
         return splits[-1].parts
 
     def product(query: Tensor, key: Tensor, scaled: bool) -> list[Tensor]:
         of_query, of_key = (_fp16_parts(query), _fp16_parts(key)) if scaled else (0, 0)
         needs_query, needs_key = (wants.key, wants.query) if scaled else (True, True)
-        query_bf16 = _gradient_bf16_parts(query, key, wants, types) if needs_query else 0
-        key_bf16 = _gradient_bf16_parts(key, query, wants, types) if needs_key else 0
+        query_bf16 = _gradient_bf16_parts(query, key, wants) if needs_query else 0
+        key_bf16 = _gradient_bf16_parts(key, query, wants) if needs_key else 0
         if key is query and real is None:
             both = split(query, None, of_query, max(query_bf16, key_bf16))
             return [*both, *(part.new_empty(0) for part in both)]
         return [*split(query, None, of_query, query_bf16), *split(key, real, of_key, key_bf16)]
 
-    value_bf16 = _bf16_parts(rows.value, torch.float32, types) if wants.query or wants.key else 0
-    parts = product(rows.query, rows.key, rows.scaled(types))
+    value_bf16 = _bf16_parts(rows.value, torch.float32) if wants.query or wants.key else 0
+    parts = product(rows.query, rows.key, rows.scaled)
     parts += split(rows.value, real, _fp16_parts(rows.value), value_bf16)
     if rows.second_query is not None and rows.second_key is not None:
         parts += product(rows.second_query, rows.second_key, True)
     if fill:
         run_splits(splits)
     return parts
+
+
+class Problem(NamedTuple):
+    """What is mixed and how: rows, limits, the parts of `split_operands`, and settings."""
+
+    rows: Rows
+    bias: Tensor | None
+    real: Tensor | None
+    mask: Tensor | None
+    parts: Sequence[Tensor]
+    causal: bool
+    scale: float
+    second_scale: float
 
 
 class _Arguments(NamedTuple):
@@ -249,20 +260,13 @@ class _Arguments(NamedTuple):
     constants: dict[str, Any]
 
 
-def _arguments(
-    rows: Rows,
-    bias: Tensor | None,
-    real: Tensor | None,
-    mask: Tensor | None,
-    parts: Sequence[Tensor],
-    causal: bool,
-    types: PartTypes,
-) -> _Arguments:
+def _arguments(problem: Problem) -> _Arguments:
+    rows, bias, real, mask, parts, causal, _, _ = problem
+    scaled = rows.scaled
     query, key, value, *second = (Parts(*parts[at : at + 3]) for at in range(0, len(parts), 3))
     if rows.key is rows.query and real is None:
         key = query
     second_query, second_key = second or (query, key)
-    scaled = rows.scaled(types)
     if scaled:
         first, counts = (fp16_operand(query), fp16_operand(key)), (_fp16_parts(rows.query), _fp16_parts(rows.key))
     else:
@@ -288,27 +292,16 @@ def _arguments(
     return _Arguments(query, key, value, second_query, second_key, operands, limits, constants)
 
 
-def mix(
-    rows: Rows,
-    bias: Tensor | None,
-    real: Tensor | None,
-    mask: Tensor | None,
-    parts: Sequence[Tensor],
-    causal: bool,
-    scale: float,
-    second_scale: float,
-    *,
-    types: PartTypes = NATIVE,
-) -> tuple[Tensor, Tensor]:
+def mix(problem: Problem) -> tuple[Tensor, Tensor]:
     """Return out (G,N,n) and the logarithm of the total of the weights (G,N), float32."""
-    common = _arguments(rows, bias, real, mask, parts, causal, types)
+    common, rows = _arguments(problem), problem.rows
     (groups, queries, _), keys, width = rows.query.shape, rows.key.shape[1], rows.value.shape[2]
     constants = {**common.constants, "PARTS": (*common.constants["PARTS"], _fp16_parts(rows.value))}
     out = torch.empty(groups, queries, width, dtype=torch.float32, device=rows.query.device)
     log_total = torch.empty(groups, queries, dtype=torch.float32, device=rows.query.device)
     tiling = _choose_tiling("mix", constants, rows.query.device, is_wide(rows.query, rows.second_query))
     operands = *common.operands, fp16_operand(common.value), *common.limits
-    sizes = queries, keys, width, scale, second_scale
+    sizes = queries, keys, width, problem.scale, problem.second_scale
     triton.mix[groups, cdiv(queries, tiling.rows)](
         *operands, out, log_total, *sizes, **constants, **tiling.chunked(constants["WIDTH"])
     )
@@ -319,27 +312,18 @@ def mix_backward(
     grad: Tensor,
     out: Tensor,
     log_total: Tensor,
-    rows: Rows,
-    bias: Tensor | None,
-    real: Tensor | None,
-    mask: Tensor | None,
-    parts: Sequence[Tensor],
-    causal: bool,
-    scale: float,
-    second_scale: float,
-    *,
+    problem: Problem,
     wants: WantedGradients,
     grad_total: Tensor | None = None,
-    types: PartTypes = NATIVE,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of query, key, value, second query, second key and bias; None where not wanted.
 
     `grad_total` is the gradient of `log_total`; None is 0. Where the key is the query, its gradient is added to the query's.
     """
-    common = _arguments(rows, bias, real, mask, parts, causal, types)
-    query, key, value, second_query, second_key = rows
+    common, scale, second_scale = _arguments(problem), problem.scale, problem.second_scale
+    query, key, value, second_query, second_key = problem.rows
     (groups, queries, width), keys = query.shape, key.shape[1]
-    grad_parts, centre = split_rows(grad, bf16=2, other=out if wants.query or wants.key else None, types=types)
+    grad_parts, centre = split_rows(grad, bf16=2, other=out if wants.query or wants.key else None)
     if grad_total is not None and (wants.query or wants.key):
         centre = centre - grad_total.reshape(centre.shape)  # see `blocks.mix_in_blocks_backward`
     grads = bf16_operand(grad_parts, grad)
@@ -347,7 +331,7 @@ def mix_backward(
     operands = (*common.operands, values, grads)
     rest = (*common.limits, log_total, centre)
     widths = (width, 0 if second_query is None else second_query.shape[2])
-    part_counts = (*common.constants["PARTS"], _bf16_parts(value, torch.float32, types))
+    part_counts = (*common.constants["PARTS"], _bf16_parts(value, torch.float32))
     slopes = 1 if wants.coarse else 2
     is_chunked = is_wide(query, second_query)
 
@@ -359,11 +343,11 @@ def mix_backward(
         return first, first if of_second is None else bf16_operand(second, of_second)
 
     def counts(first: Tensor, other: Tensor, second: Tensor | None, second_other: Tensor | None) -> tuple[int, int]:
-        of_second = 1 if second is None else _gradient_bf16_parts(second, second_other, wants, types)
-        return _gradient_bf16_parts(first, other, wants, types), of_second
+        of_second = 1 if second is None else _gradient_bf16_parts(second, second_other, wants)
+        return _gradient_bf16_parts(first, other, wants), of_second
 
     of_query, of_second_query = like(query, wants.query), like(second_query, wants.query)
-    of_second_key, of_bias = like(second_key, wants.key), like(bias, wants.key or (wants.query and is_chunked))
+    of_second_key, of_bias = like(second_key, wants.key), like(problem.bias, wants.key or (wants.query and is_chunked))
     shared = key is query and wants.query and wants.key
     of_key = of_query if shared else like(key, wants.key)
     of_value = like(value, wants.value)
@@ -391,13 +375,13 @@ def mix_backward(
 
         tiling = first_fitting(PRODUCT_TILINGS, product_bytes, query.device)
         tiling = tiling._replace(columns=min(tiling.columns, divisor))
-        matrix = torch.empty(slopes, groups, length, length, dtype=types.bf16, device=query.device)
+        matrix = torch.empty(slopes, groups, length, length, dtype=STORED_BF16, device=query.device)
         written = triton.Slopes(matrix, _slopes_of(query), length, tiling.rows + tiling.chunk)
         over_keys(written, True)
         if of_query is not None:
             vectors = bf16_operand(common.query, query), bf16_operand(common.key, key)
             parts_of = {"SLOPES": slopes, "QUERY_PARTS": of_keys[0], "KEY_PARTS": of_queries[0]}
-            kinds = {"WIDTH": padded, **parts_of, "CAUSAL": causal, "ASK": queries % tiling.chunk != 0}
+            kinds = {"WIDTH": padded, **parts_of, "CAUSAL": problem.causal, "ASK": queries % tiling.chunk != 0}
             triton.slope_product[groups * cdiv(queries, tiling.rows) * (padded // tiling.columns),](
                 written, *vectors, of_query, queries, width, scale, **kinds, INNER=tiling.chunk, **tiling.options
             )

@@ -2,6 +2,28 @@
 // The theme's colours from lowest to highest, in plotly's format.
 const heatScale = ({ heat }) => heat.map((colour, place) => [place / (heat.length - 1), colour]);
 
+// Where panels of one figure stand: as many per row as fit, in fractions of the figure as plotly needs them.
+function arrangePanels(count, width, { least, most, tall, around, below = 0 }) {
+  const columns = Math.max(1, Math.min(count, Math.floor(width / least)));
+  const room = Math.min(most, width / columns);
+  const wide = room - around.left - around.right;
+  const high = tall ?? wide; // square, if not given
+  const block = high + around.top + around.bottom;
+  const height = block * Math.ceil(count / columns) + below;
+  const places = Array.from({ length: count }, (_, place) => {
+    const left = (place % columns) * room + around.left;
+    const top = Math.floor(place / columns) * block + around.top;
+    return { across: [left / width, (left + wide) / width], down: [1 - (top + high) / height, 1 - top / height] };
+  });
+  return { places, columns, height };
+}
+
+// A title above a panel.
+const panelTitle = (text, { across, down }) => ({
+  text, showarrow: false, font: { size: 12 },
+  xref: "paper", x: across[0], xanchor: "left", yref: "paper", y: down[1], yanchor: "bottom",
+});
+
 // The expert graphs of one router and layer: a heat map for each snapshot, as many per row as fit.
 const drawGraphs = (() => {
   const ROOM = { least: 150, most: 260 }; // pixels across, for a heat map with its labels
@@ -14,30 +36,18 @@ const drawGraphs = (() => {
     showgrid: false, zeroline: false, fixedrange: true, linecolor: theme.line, range: [-0.5, experts - 0.5],
   });
 
-  // Axes and a title for each graph, in fractions of the whole figure as plotly needs them.
+  // Axes and a title for each graph.
   function arranged(graphs, steps, width, theme) {
-    const columns = Math.max(1, Math.min(graphs.length, Math.floor(width / ROOM.least)));
-    const room = Math.min(ROOM.most, width / columns);
-    const side = room - AROUND.left - AROUND.right;
-    const block = side + AROUND.top + AROUND.bottom;
-    const height = block * Math.ceil(graphs.length / columns) + SCALE;
-    const layout = { height, annotations: [] };
-    const traces = graphs.map((z, place) => {
-      const left = (place % columns) * room + AROUND.left;
-      const top = Math.floor(place / columns) * block + AROUND.top;
-      const name = place === 0 ? "" : String(place + 1);
-      const across = [left / width, (left + side) / width];
-      const down = [1 - (top + side) / height, 1 - top / height];
-      layout[`xaxis${name}`] = axis(across, `y${name}`, z.length, theme);
-      layout[`yaxis${name}`] = axis(down, `x${name}`, z.length, theme);
+    const { places, height } = arrangePanels(graphs.length, width, { ...ROOM, around: AROUND, below: SCALE });
+    const layout = { height, annotations: places.map((place, at) => panelTitle(`step ${steps[at]}`, place)) };
+    const traces = graphs.map((z, at) => {
+      const name = at === 0 ? "" : String(at + 1);
+      layout[`xaxis${name}`] = axis(places[at].across, `y${name}`, z.length, theme);
+      layout[`yaxis${name}`] = axis(places[at].down, `x${name}`, z.length, theme);
       layout[`yaxis${name}`].range.reverse(); // the first row on top, as in a matrix
-      layout.annotations.push({
-        text: `step ${steps[place]}`, showarrow: false, font: { size: 12 },
-        xref: "paper", x: across[0], xanchor: "left", yref: "paper", y: down[1], yanchor: "bottom",
-      });
       return {
         type: "heatmap", z, xaxis: `x${name}`, yaxis: `y${name}`, coloraxis: "coloraxis", xgap: 0.5, ygap: 0.5,
-        hovertemplate: "row %{y}, column %{x}: %{z:.3f}<extra></extra>",
+        hovertemplate: `step ${steps[at]}, row %{y}, column %{x}: %{z:.3f}<extra></extra>`,
       };
     });
     return { traces, layout };

@@ -2,14 +2,17 @@
 // Draws the plots, and redraws them when the reader hides a router, chooses a layer, changes the theme or prints.
 (() => {
   const figures = JSON.parse(document.getElementById("figures").textContent);
-  const { plots, themes, graphs } = figures;
-  const paintViews = buildViews(figures);
+  const { plots, themes, graphs, curves } = figures;
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const touch = matchMedia("(pointer: coarse)").matches;
   const PAPER = 660; // pixels between the margins of a printed page
+  const chips = [...document.querySelectorAll(".chip")];
+  const layerPicker = document.getElementById("layer");
   const hidden = new Set();
-  let layer = figures.layer ?? "all";
+  const firstLayer = figures.layer ?? "all";
+  let layer = firstLayer;
   let graphRouter = graphs[0]?.router;
+  let measure = 0; // of the curves over training
   let printing = false;
 
   const shown = ({ router, layer: own }) => !hidden.has(router) && (own === undefined || own === layer);
@@ -40,6 +43,7 @@
     const color = theme.routers[trace.meta.router % theme.routers.length];
     const marker = { ...trace.marker, color, line: { ...trace.marker?.line, color } };
     const copy = { ...trace, visible: shown(trace.meta), marker, line: { ...trace.line, color }, showlegend: "name" in trace };
+    if (trace.fill) copy.fillcolor = `${color}2e`;
     for (const bar of ["error_x", "error_y"]) if (trace[bar]) copy[bar] = { ...trace[bar], color };
     return copy;
   }
@@ -57,7 +61,7 @@
       plot_bgcolor: theme.ground,
       font: { family: "system-ui, sans-serif", size: 13, color: theme.ink },
       xaxis: axis(layout.xaxis),
-      yaxis: axis(layout.yaxis),
+      ...Object.fromEntries(Object.keys({ yaxis: {}, ...layout }).filter((key) => key.startsWith("yaxis")).map((key) => [key, axis(layout[key])])),
       shapes: (layout.shapes ?? []).map((shape) => ({ ...shape, line: { ...shape.line, color: theme.muted, width: 1.5 } })),
     };
   }
@@ -84,7 +88,7 @@
   // One router and one layer at a time: the chosen ones, or the first ones if these are hidden or have no graph.
   function drawGraph() {
     const section = document.getElementById("graph");
-    if (!section) return;
+    if (!section || !pageTabs.isShown(section)) return;
     const open = graphs.filter(({ router }) => !hidden.has(router));
     section.hidden = open.length === 0;
     if (section.hidden) return;
@@ -100,50 +104,79 @@
     drawGraphs(plot, evolution, evolution.layers[own], { theme: themeNow(), width, config: optionsNow() });
   }
 
-  function showViews() {
-    const views = document.querySelectorAll(".view");
-    for (const view of views) view.hidden = hidden.has(Number(view.dataset.router));
-    const section = document.getElementById("views");
-    if (!section) return;
-    section.hidden = [...views].every((view) => view.hidden);
-    const own = layer === "all" ? 0 : Number(layer);
-    section.querySelector(".shown-layer")?.replaceChildren(`layer ${own}`);
-    paintViews(own);
+  function drawMeasure() {
+    const section = document.getElementById("curves");
+    if (!section || !pageTabs.isShown(section)) return;
+    section.querySelector(".caption").textContent = curves[measure].caption;
+    const plot = document.getElementById("plot-curves");
+    const width = printing ? PAPER : plot.clientWidth;
+    drawCurves(plot, curves[measure], { styles: figures.styles, theme: themeNow(), width, config: optionsNow(), coloured });
   }
 
   function draw() {
     const theme = themeNow();
     for (const [name, plot] of Object.entries(plots)) {
+      if (!pageTabs.isShown(document.getElementById(`plot-${name}`))) continue; // it is drawn when its tab is chosen
       const data = plot.data.map((trace) => coloured(trace, theme));
       const layout = structuredClone(dressed(plot.layout, theme)); // plotly modifies its arguments
       if (layout.yaxis.type === "category") layout.yaxis.range = rows(data);
       Plotly.react(`plot-${name}`, data, layout, optionsNow());
     }
-    for (const chip of document.querySelectorAll(".chip")) chip.ariaPressed = String(!hidden.has(Number(chip.dataset.router)));
+    for (const chip of chips) chip.ariaPressed = String(!hidden.has(Number(chip.dataset.router)));
     for (const row of document.querySelectorAll("tr[data-router]")) row.hidden = hidden.has(Number(row.dataset.router));
     for (const note of document.querySelectorAll(".layer")) note.textContent = layer === "all" ? note.dataset.every : `layer ${layer}`;
     for (const part of document.querySelectorAll("[data-layer]")) part.hidden = part.dataset.layer !== layer;
+    drawMeasure();
     drawGraph();
-    showViews();
+    describePlots();
   }
 
   function toggle(router) {
     if (!hidden.delete(router)) hidden.add(router);
-    if (hidden.size === document.querySelectorAll(".chip").length) hidden.clear(); // everything is hidden: show all again
+    if (hidden.size === chips.length) hidden.clear(); // everything is hidden: show all again
+    keepHidden();
+  }
+
+  function keepHidden() {
+    pageState.set("hide", chips.filter((chip) => hidden.has(Number(chip.dataset.router))).map((chip) => chip.dataset.name));
     draw();
   }
 
-  for (const chip of document.querySelectorAll(".chip")) chip.addEventListener("click", () => toggle(Number(chip.dataset.router)));
-  document.getElementById("everything")?.addEventListener("click", () => { hidden.clear(); draw(); });
-  document.getElementById("layer")?.addEventListener("change", (event) => { layer = event.target.value; draw(); });
+  // The routers, the layer and the tab of the address.
+  function restore() {
+    const names = new Set(pageState.all("hide"));
+    hidden.clear();
+    for (const chip of chips) if (names.has(chip.dataset.name)) hidden.add(Number(chip.dataset.router));
+    if (hidden.size === chips.length) hidden.clear();
+    const wanted = pageState.get("layer");
+    layer = [...(layerPicker?.options ?? [])].some(({ value }) => value === wanted) ? wanted : firstLayer;
+    if (layerPicker) layerPicker.value = layer;
+    pageTabs.show();
+  }
+
+  for (const chip of chips) chip.addEventListener("click", () => toggle(Number(chip.dataset.router)));
+  document.getElementById("everything")?.addEventListener("click", () => { hidden.clear(); keepHidden(); });
+  layerPicker?.addEventListener("change", (event) => {
+    layer = event.target.value;
+    pageState.set("layer", layer === firstLayer ? null : layer);
+    draw();
+  });
   document.getElementById("graph-router")?.addEventListener("change", (event) => {
     graphRouter = Number(event.target.value);
     drawGraph();
+    describePlots();
   });
-  addEventListener("resize", drawGraph);
+  document.getElementById("curve-measure")?.addEventListener("change", (event) => {
+    measure = Number(event.target.value);
+    drawMeasure();
+    describePlots();
+  });
+  addEventListener("resize", () => { drawMeasure(); drawGraph(); });
   dark.addEventListener("change", draw);
   for (const [event, on] of [["beforeprint", true], ["afterprint", false]]) {
-    addEventListener(event, () => { printing = on; draw(); });
+    addEventListener(event, () => { printing = on; pageTabs.show({ all: on }); });
   }
-  draw();
+  pageTabs.listen(draw);
+  pageState.changed(restore);
+  restore();
 })();

@@ -2,7 +2,9 @@
 
 One YAML file for each paper lies beside this module, with a preset for each table or figure that compares routers:
 
-    recipe, set, routers, seeds    the paper's experiment, as `holdfast compare` takes it; or `command`, for tables of cost
+    recipe, set, routers, seeds    the paper's experiment, as `holdfast compare` takes it; or `command`, for tables of cost;
+                                   or neither, if `needs` says why it cannot be run here
+    domains                        how many domains its data have, if each is held out in turn
     start                          the preset of the same paper whose trained cells each router starts from
     rehearsal                      a small recipe that trains the same routers in minutes
     published                      the figures as printed; a column says which of our numbers belongs to it
@@ -14,20 +16,28 @@ One YAML file for each paper lies beside this module, with a preset for each tab
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
+from itertools import chain
+from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from holdfast.checked import from_mapping
 from holdfast.errors import unknown_name
-from holdfast.train.recipe import Recipe, RouterChoice, from_yaml, load_recipe, parse_router
+from holdfast.files import LARGEST, read_json
+from holdfast.train.cells import value_at
+from holdfast.train.recipe import Recipe, RouterChoice, TrainingPart, from_yaml, load_recipe, parse_router
 
 ALTERNATIVES = {"training.epochs": "training.steps", "training.steps": "training.epochs"}  # a recipe has one of them
 PAPERS = ("symphony", "mutual", "acmoe", "smoothing")
-OURS = re.compile(r"(100 [-*] )?(parameters|clean|attacked|bits|(shift|attack):[\w.-]+)")  # a number of our results
+OF_CELLS: dict[str, Callable[[list[float]], float]] = {"cell": fmean, "lowest": min, "highest": max}
+# A number of our results.
+OURS = re.compile(r"(100 [-*] )?(parameters|clean|attacked|bits|(shift|attack|cell|lowest|highest):[\w.-]+)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +45,22 @@ class Column:
     """A column of published figures."""
 
     heading: str  # as printed
-    ours: str | None = None  # the number of our results that it is: `clean`, `100 - attacked`, `shift:NAME`; None: none
+    # The number of our results that it is: `clean`, `100 - attacked`, `shift:NAME`, or with `cell:` the path of a number in
+    # the result.json of each cell, `cell:clean.top5`: its mean over seeds, or with `lowest:` or `highest:` that one of all
+    # seeds and settings of a sweep. None: we have none.
+    ours: str | None = None
 
     def __post_init__(self) -> None:
         if self.ours is not None and OURS.fullmatch(self.ours) is None:
-            raise ValueError(f"ours is {self.ours!r}; write clean, attacked, bits, parameters, shift:NAME or attack:NAME.")
+            raise ValueError(
+                f"ours is {self.ours!r}; write clean, attacked, bits, parameters, shift:NAME, attack:NAME, cell:PATH, "
+                "lowest:PATH or highest:PATH."
+            )
+
+    @property
+    def number(self) -> str:
+        """`ours` without its arithmetic; empty if we have none."""
+        return (self.ours or "").removeprefix("100 - ").removeprefix("100 * ")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +87,7 @@ class Rehearsal:
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """The experiment of a table or figure. Either `recipe` and `routers`, or `command`, is given."""
+    """The experiment of a table or figure. `recipe` and `routers`, or `command`, are given if it can be run here."""
 
     title: str
     covers: list[str]  # the tables and figures whose numbers come from this comparison
@@ -74,6 +95,8 @@ class Preset:
     set: dict[str, Any] = field(default_factory=dict)
     routers: list[str] = field(default_factory=list)
     seeds: int = 1
+    sweep: dict[str, list[Any]] = field(default_factory=dict)  # of which the paper reports the best for each router
+    domains: int = 1  # of which each is held out in turn
     start: str | None = None
     rehearsal: Rehearsal | None = None
     command: str | None = None
@@ -81,14 +104,10 @@ class Preset:
     deviations: list[str] = field(default_factory=list)
     needs: list[str] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        if (self.recipe is None) == (self.command is None):
-            raise ValueError("give one of recipe and command.")
-        if self.recipe is not None and not (self.routers and self.rehearsal):
-            raise ValueError("a comparison needs routers and a rehearsal.")
-        for row in self.published.rows:
-            if self.recipe is not None and row.get("router", self.routers[0]) not in self.routers:
-                raise ValueError(f"the published row {row['name']} is of {row['router']}, which is not one of its routers.")
+    @property
+    def cells(self) -> int:
+        """How many models are trained."""
+        return len(self.routers) * self.seeds * self.domains * math.prod(map(len, self.sweep.values()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +133,22 @@ class PaperRun:
     published: Published
     deviations: list[str]
     needs: list[str]
+    sweep: list[str] = field(default_factory=list)  # keys: of these, the table has the best setting of each router
+    of_cells: dict[str, dict[str, float | None]] = field(default_factory=dict)  # by router and `Column.number`
+
+    def with_cells(self, results: Sequence[Mapping[str, Any]]) -> PaperRun:
+        """Return the record with the numbers that columns read from the `results` of cells."""
+        found: dict[str, dict[str, float | None]] = {}
+        by_router: dict[str, list[Mapping[str, Any]]] = {}
+        for result in results:
+            by_router.setdefault(result["router"], []).append(result)
+        for column in self.published.columns.values():
+            kind, _, path = column.number.partition(":")
+            if kind in OF_CELLS:
+                for router, own in by_router.items():
+                    values = [value_at(result, path) for result in own]
+                    found.setdefault(router, {})[column.number] = None if None in values else OF_CELLS[kind](values)
+        return replace(self, of_cells=found)
 
 
 @cache
@@ -125,20 +160,12 @@ def load_papers() -> dict[str, Paper]:
 def _load(name: str) -> Paper:
     text = (resources.files(__name__) / f"{name}.yaml").read_text(encoding="utf-8")
     paper: Paper = from_mapping(Paper, from_yaml(text, name))
-    for key, preset in paper.presets.items():
-        if preset.start is not None and preset.start not in paper.presets:
-            raise ValueError(f"{name}:{key} starts from {preset.start}, which is no preset of this paper.")
-        for sentence in (*preset.deviations, *preset.needs):
-            if " " not in sentence and sentence not in paper.sentences:
-                raise ValueError(f"{name}:{key} names the sentence {sentence!r}, which is not among the paper's sentences.")
-    spelled = {key: _spelled_out(preset, paper.sentences) for key, preset in paper.presets.items()}
-    return replace(paper, presets=spelled)
-
-
-def _spelled_out(preset: Preset, sentences: Mapping[str, str]) -> Preset:
-    """Return a preset with sentences in the place of their names."""
-    deviations, needs = ([sentences.get(one, one) for one in names] for names in (preset.deviations, preset.needs))
-    return replace(preset, deviations=deviations, needs=needs)
+    presets = {}
+    for key, preset in paper.presets.items():  # with sentences in the place of their names
+        named = (preset.deviations, preset.needs)
+        deviations, needs = ([paper.sentences.get(one, one) for one in sentences] for sentences in named)
+        presets[key] = replace(preset, deviations=deviations, needs=needs)
+    return replace(paper, presets=presets)
 
 
 def find_presets(name: str) -> dict[str, Preset]:
@@ -150,13 +177,10 @@ def find_presets(name: str) -> dict[str, Preset]:
     presets = papers[paper].presets
     if table in presets:
         return {name: presets[table]}
-    chosen = {
-        key: one
-        for key, one in presets.items()
-        if not table or key.startswith(f"{table}-") or table in (name.lower().replace(" ", "") for name in one.covers)
-    }
+    covers = {key: [name.lower().replace(" ", "") for name in one.covers] for key, one in presets.items()}
+    chosen = {key: one for key, one in presets.items() if not table or key.startswith(f"{table}-") or table in covers[key]}
     if not chosen:
-        raise ValueError(unknown_name(f"table of {paper}", table, presets))
+        raise ValueError(unknown_name(f"table of {paper}", table, sorted({*presets, *chain(*covers.values())})))
     return {f"{paper}:{key}": one for key, one in chosen.items()}
 
 
@@ -168,6 +192,8 @@ def find_preset(name: str) -> Preset:
     (preset,) = found.values()
     if preset.command is not None:
         raise ValueError(f"{name} has a command of its own; run: {preset.command}")
+    if preset.recipe is None:
+        raise ValueError(f"{name} cannot be run here, it has only the published figures. Missing: {' '.join(preset.needs)}")
     return preset
 
 
@@ -186,19 +212,18 @@ def resolve(
         raise ValueError(f"{name} starts from the cells of {first}: run that first, and give its folder with --from.")
     assert preset.recipe is not None and preset.rehearsal is not None
     exact, small, changes = load_recipe(preset.recipe, preset.set), preset.rehearsal, dict(changes)
-    steps, planned, warmup = changes.get("training.steps"), exact.training.steps, exact.training.warmup
-    if steps is not None and not rehearse and warmup > steps // 10 and (planned is None or steps < planned):
-        shorter = steps // 10 if planned is None else warmup * steps // planned
-        changes.setdefault("training.warmup", shorter)  # a shorter run needs a shorter warm-up
-    own_set = {
-        key: value for key, value in preset.set.items() if key not in ALTERNATIVES or ALTERNATIVES[key] not in changes
-    }
+    others = {key: value for key, value in changes.items() if key != "training.steps"}
+    usual = (load_recipe(small.recipe, {**small.set, **others}) if rehearse else exact).training
+    if (steps := changes.get("training.steps")) is not None:
+        for key, value in shortened(usual, steps).items():
+            changes.setdefault(key, value)
     if rehearse:
         recipe = load_recipe(small.recipe, {**small.set, **changes})
         routers = preset.routers if small.routers is None else small.routers
         own = [f"This is a rehearsal with the recipe {small.recipe}: its figures are not the paper's."]
     else:
-        recipe, routers = load_recipe(preset.recipe, {**own_set, **changes}), preset.routers
+        kept = {key: value for key, value in preset.set.items() if ALTERNATIVES.get(key) not in changes}
+        recipe, routers = load_recipe(preset.recipe, {**kept, **changes}), preset.routers
         own = [
             f"{key} is {value} instead of {_value(exact, key)}."
             for key, value in changes.items()
@@ -206,6 +231,8 @@ def resolve(
         ]
     if not rehearse and seeds is not None and seeds != preset.seeds:
         own.append(f"{seeds} seed{'s were' if seeds > 1 else ' was'} trained instead of {preset.seeds}.")
+    if preset.start is not None:
+        own += _of_start(str(changes["model.checkpoint"]), f"{name.partition(':')[0]}:{preset.start}")
     described = PaperRun(
         name=name,
         title=preset.title,
@@ -213,15 +240,43 @@ def resolve(
         published=preset.published,
         deviations=[*own, *preset.deviations],
         needs=preset.needs,
+        sweep=list(preset.sweep),
     )
     return recipe, [parse_router(router) for router in routers], described
+
+
+def _of_start(folder: str, expected: str) -> list[str]:
+    """Return what the cells in a folder do otherwise than those of the preset `expected`, which an exact run starts from."""
+    try:  # not with `Results`, which contain a `PaperRun`
+        record = from_mapping(PaperRun, read_json(Path(folder) / "results.json", limit=LARGEST)["paper"])
+    except (OSError, ValueError, KeyError, TypeError):  # it has no results yet, or they are of no paper
+        return [f"The cells that it starts from are not known to be those of {expected}."]
+    other = f"The cells that it starts from are those of {record.name}, not of {expected}."
+    paper, _, table = record.name.partition(":")
+    papers = load_papers()
+    presets = papers[paper].presets if paper in papers else {}
+    usual = presets[table].deviations if table in presets else []
+    own = [] if record.name == expected else [other]
+    return own + [f"In the run that it starts from: {one}" for one in record.deviations if one not in usual]
+
+
+def shortened(training: TrainingPart, steps: int) -> dict[str, Any]:
+    """Return what else a run of fewer steps changes: its warm-up is shorter, validation and snapshots come earlier."""
+    planned, found = training.steps, dict[str, Any]()
+    if planned is not None and steps >= planned:
+        return found
+    if training.warmup > steps // 10:
+        found["training.warmup"] = steps // 10 if planned is None else training.warmup * steps // planned
+    share = 1.0 if planned is None else steps / planned
+    if training.validate_every is not None:
+        found["training.validate_every"] = max(1, min(round(training.validate_every * share), steps // 10))
+    if isinstance(training.snapshots, list):
+        found["training.snapshots"] = [round(step * share) for step in training.snapshots]
+    return found
 
 
 def _value(recipe: Recipe, key: str) -> Any:
     """Return the value of a key of a recipe; if it counts epochs, these are its steps."""
     if key == "training.steps" and recipe.training.steps is None:
         return f"{recipe.training.epochs:g} epochs"
-    value: Any = recipe.describe()
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    return value
+    return value_at(recipe.describe(), key)

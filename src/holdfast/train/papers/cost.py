@@ -2,58 +2,115 @@
 
 from __future__ import annotations
 
+import json
 import warnings
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from holdfast.planning.planning import Workload, plan
-from holdfast.train.papers import Preset
-from holdfast.train.recipe import Recipe, load_recipe
+from holdfast.train.papers import find_preset
+from holdfast.train.recipe import ModelPart, Recipe, load_recipe
 
 RATE = 8e13  # FLOPs a second: an H200 that trained six models of 32 million parameters on enwik8 at a time had this rate
-IMAGENET = 1_281_167  # training images
+EXAMPLES = {  # training images, or texts, of sources that epochs are counted of
+    "imagenet": 1_281_167,
+    "cifar10": 50_000,
+    "banking77": 10_003,
+    "cola": 8_551,
+    "mnli": 392_702,
+    "mrpc": 3_668,
+    "qnli": 104_743,
+    "qqp": 363_846,
+    "rte": 2_490,
+    "sst2": 67_349,
+    "sst5": 8_544,
+    "stsb": 5_749,
+    "wnli": 635,
+}
+BERT = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
+DEIT = {"hidden_size": 384, "num_hidden_layers": 12, "num_attention_heads": 6, "intermediate_size": 1536}
+PHI = {"hidden_size": 3072, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 8192}
+CHECKPOINTS = {  # of the hub: family and sizes, so that hours are counted without a download
+    "google-bert/bert-large-cased": ModelPart(family="bert", config={**BERT, "vocab_size": 28_996}),
+    "facebook/deit-small-patch16-224": ModelPart(family="vit", config=DEIT),
+    "microsoft/Phi-3-mini-4k-instruct": ModelPart(family="phi3", config={**PHI, "vocab_size": 32_064, "pad_token_id": 0}),
+}
 
 
-def gpu_hours(preset: Preset) -> float | None:
+def gpu_hours(name: str) -> float | None:
     """Return about how many hours all routers and seeds of a preset train on one GPU; None if this cannot be counted.
 
-    Every router is counted as the plain one, and the GPU as one that computes with `RATE`.
+    Every router is counted as the plain one, and the GPU as one that computes with `RATE`. Labelled texts are counted as if
+    all were as long as the longest.
     """
+    preset = find_preset(name)
     assert preset.recipe is not None
     recipe = load_recipe(preset.recipe, preset.set)
+    if preset.start is not None:  # the model is that of the cells
+        before = find_preset(f"{name.partition(':')[0]}:{preset.start}")
+        assert before.recipe is not None
+        first = load_recipe(before.recipe, before.set)
+        recipe = replace(recipe, model=replace(first.model, config=_sizes(first)), sparse=first.sparse)
+    elif recipe.model.checkpoint is not None:
+        recipe = replace(recipe, model=CHECKPOINTS.get(recipe.model.checkpoint, recipe.model))
     flops = training_flops(recipe)
-    return None if flops is None else flops * len(preset.routers) * preset.seeds / RATE / 3600
+    return None if flops is None else flops * preset.cells / RATE / 3600
+
+
+def _sizes(recipe: Recipe) -> dict[str, Any]:
+    """Return the entries of the config of a recipe's model, with those that follow from its data."""
+    data, sizes = recipe.data, dict(recipe.model.config)
+    if recipe.task == "text":
+        sizes["vocab_size"] = 256 if data.tokens == "bytes" else data.vocabulary or 50_000
+    elif recipe.task != "labels" and data.size is not None:
+        sizes["image_size"] = data.size
+    return sizes
 
 
 def training_flops(recipe: Recipe) -> float | None:
-    """Return the FLOPs of one training; None for checkpoints, data of unknown size, and models that `plan` does not know."""
+    """Return the FLOPs of one training; None for unknown checkpoints, and for data of unknown size."""
     model, sparse, training, data = recipe.model, recipe.sparse, recipe.training, recipe.data
     if model.family is None:
         return None
-    sizes: dict[str, Any] = dict(model.config)
-    if recipe.task == "text":
-        sizes["vocab_size"] = 256 if data.tokens == "bytes" else data.vocabulary or 50_000
-        sequence: int | None = data.length
-    else:
-        sequence = None
-        if data.size is not None:
-            sizes["image_size"] = data.size
-    examples = IMAGENET if data.source.startswith("imagenet") else None
+    of_texts = recipe.task in ("text", "labels")
+    sizes, sequence = _sizes(recipe), data.length if of_texts else None
+    examples = EXAMPLES.get(data.source.partition("/")[0])
+    if examples is None and data.train_tokens is not None:
+        examples = data.train_tokens // data.length
     if training.steps is None and examples is None:
         return None
-    steps = training.step_count(examples or 0)
+    examples_seen = training.step_count(examples or 0) * training.batch * training.accumulate
     try:
         with warnings.catch_warnings(action="ignore"):
-            planned = plan(
-                model.family,
-                ["smoe"],
-                experts=sparse.experts,
-                k=sparse.k,
-                layers=sparse.layers,
-                hidden=sparse.hidden,
-                sizes=sizes,
-                workload=Workload(sequence=sequence),
-            )
-    except ValueError:
-        return None
-    tokens = steps * training.batch * training.accumulate * planned.sequence
-    return planned.columns[0].training.total * tokens
+            change = {name: getattr(sparse, name) for name in ("experts", "k", "layers", "hidden")}
+            planned = plan(model.family, ["smoe"], sizes=sizes, workload=Workload(sequence=sequence), **change)
+    except ValueError:  # `plan` does not know models whose layers see different numbers of tokens
+        if of_texts or data.size is None:
+            return None
+        return examples_seen * _image_flops(model.family, json.dumps(sizes), sparse.k or 2, json.dumps(sparse.layers))
+    return planned.columns[0].training.total * examples_seen * planned.sequence
+
+
+@cache
+def _image_flops(family: str, sizes: str, k: int, layers: str) -> float:
+    """Return the FLOPs of training on one image, counted on the dense model: a sparse layer runs k such networks.
+
+    `sizes` and `layers` are JSON, so that equal models are counted once.
+    """
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import AutoConfig, AutoModelForImageClassification
+
+    from holdfast.hub.convert import choose_layers
+    from holdfast.hub.layers import dense_layers
+
+    config = AutoConfig.for_model(family, **json.loads(sizes))
+    with torch.device("meta"), warnings.catch_warnings(action="ignore"):
+        model = AutoModelForImageClassification.from_config(config)
+        with FlopCounterMode(display=False) as counter:
+            model(torch.empty(1, config.num_channels, config.image_size, config.image_size))
+    names = list(dense_layers(model))
+    counts = {name.partition(".")[2]: sum(by_operator.values()) for name, by_operator in counter.get_flop_counts().items()}
+    more = sum(counts[names[index]] for index in choose_layers(json.loads(layers), len(names)))
+    return 3 * (counter.get_total_flops() + (k - 1) * more)  # a backward costs two forwards

@@ -1,0 +1,200 @@
+"""Attacks on the load of experts, for all tokens of a batch together.
+
+With load_e the share of real tokens that ask for expert e, maximise over tokens within their budgets
+
+    overload     max_e load_e                            one expert gets as many tokens as possible
+    imbalance    mean_e (load_e - mean load)^2 / mean load^2    the loads are as uneven as possible
+
+`attack_routes` first pushes every token to each expert in turn, which gives each token several perturbations and their sets.
+Then each token takes the set that raises the objective most, again and again until no token changes: both objectives are
+convex in the loads, so that no round lowers them. Where a token has several experts, `imbalance` goes on with the experts
+that now have the highest loads, together with every other one.
+
+A load counts what tokens ask for (`Routing.requested`). What a limit of capacity then takes away is `dropped`.
+
+T tokens, E experts, C perturbations of each token
+"""
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from holdfast.attacks.flags import AttackResult, AttackWarning, Flag, warn
+from holdfast.attacks.route_goals import JoinExperts
+from holdfast.attacks.route_search import Route, RouteProbe
+from holdfast.attacks.routes import AttackedRoutes, attack_routes
+from holdfast.attacks.threat import Json, distances, gradient
+from holdfast.errors import require_known
+from holdfast.routing import Context, Router
+from holdfast.routing.bounds import Norm
+
+ROUNDS = 20  # of choices between perturbations; they end when no token changes
+
+
+class Objective(NamedTuple):
+    about: str
+    value: Callable[[Tensor], Tensor]  # of loads (E,)
+    together: bool  # the sets of several experts matter, not only of one
+
+
+OBJECTIVES = {
+    "overload": Objective("the largest load of an expert", lambda load: load.amax(), False),
+    "imbalance": Objective(
+        "the squared coefficient of variation of the loads",
+        lambda load: load.var(correction=0) / load.mean().square(),
+        True,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class AttackedLoad(AttackResult):
+    """Tokens perturbed so that experts are overloaded. Leading dimensions (...) are those of the tokens, (B,N) or (T,)."""
+
+    stored: ClassVar[tuple[str, ...]] = (
+        "attack",
+        "expert",
+        "clean_value",
+        "value",
+        "clean_load",
+        "load",
+        "targeted",
+        "clean_dropped",
+        "dropped",
+        "budget",
+        "norm",
+    )
+    stored += ("relative", "joint", "realised", "steps", "seed", "tokens", "options", "flags")
+    attack: str  # a name of `OBJECTIVES`
+    inputs: Tensor  # (..., d): each within its ball; padding unchanged
+    clean_load: list[float]  # the share of real tokens that ask for each expert, without the attack
+    load: list[float]  # the same, after the attack
+    targeted: list[float]  # the same for each expert, after the attack that pushes tokens to it alone
+    clean_value: float  # the objective, without the attack
+    value: float  # the objective, after the attack
+    clean_dropped: float  # the share of what real tokens ask for that a limit of capacity takes away
+    dropped: float
+    tokens: int  # real ones
+    budget: float | None  # as passed; None if each token had its own
+    realised: float  # the size of the largest perturbation in `inputs`
+    norm: Norm
+    relative: bool
+    joint: bool
+    steps: int
+    seed: int
+    options: Mapping[str, Json] = field(default_factory=dict)
+    flags: tuple[Flag, ...] = ()
+
+    @property
+    def expert(self) -> int:
+        """The expert with the highest load after the attack."""
+        return max(range(len(self.load)), key=self.load.__getitem__)
+
+
+def attack_load(
+    route: Router | Route,
+    tokens: Tensor,
+    *,
+    budget: float | Tensor,
+    objective: str = "overload",
+    k: int | None = None,
+    context: Context | None = None,
+    **search: Any,
+) -> AttackedLoad:
+    """Perturb tokens within their budgets so that one expert gets as many as possible, or the loads become uneven.
+
+    objective   "overload" or "imbalance"
+    search      the other options of `attack_routes`, whose search this is, by default with one pair of experts; distances
+                are not searched for
+    """
+    require_known("objective", objective, OBJECTIVES)
+    aim = OBJECTIVES[objective]
+    call = cast(Route, partial(route, context=context)) if isinstance(route, Router) else route
+    probe = RouteProbe(call, tokens, k, JoinExperts([]))
+    if len(probe.clean) > 1:
+        raise ValueError(f"the route returned {len(probe.clean)} layers; attack the load of one layer at a time.")
+    count, most = probe.clean[0].chosen.shape[1], int(probe.clean[0].chosen.sum(1).max())
+    if most == count:
+        raise ValueError(
+            "some token asks for every expert; the load of a layer whose tokens have all experts cannot change."
+        )
+    how = {"budget": budget, "k": k, "context": context, "pairs": 1, "rounds": 0, "bisections": 0, **search}
+    clean = tokens.detach().reshape(-1, tokens.shape[-1])
+    found, held = list[AttackedRoutes](), list[int]()
+    rows, sets = [clean], [probe.clean[0].chosen]  # perturbations of all tokens, and what tokens then ask for
+    for _ in range(most if aim.together else 1):
+        for expert in (expert for expert in range(count) if expert not in held):
+            with warnings.catch_warnings(action="ignore", category=AttackWarning):
+                found.append(attack_routes(route, tokens, experts=[*held, expert], **how))
+            rows.append(found[-1].inputs.view_as(clean))
+            sets.append(_asked(probe, rows[-1]))
+        best, load = _combined(probe, aim, torch.stack(rows), torch.stack(sets), found[0].real.flatten())
+        held = load.argsort(descending=True)[: len(held) + 1].tolist()
+    one, real = found[0], found[0].real.flatten()
+    clean_load = sets[0][real].float().mean(0)
+    return AttackedLoad(
+        attack=objective,
+        inputs=best.view(tokens.shape),
+        clean_load=clean_load.tolist(),
+        load=load.tolist(),
+        targeted=[each.rate for each in found[:count]],
+        clean_value=float(aim.value(clean_load)),
+        value=float(aim.value(load)),
+        clean_dropped=_dropped(probe, clean, real),
+        dropped=_dropped(probe, best, real),
+        tokens=int(real.sum()),
+        budget=one.budget,
+        realised=float(distances(best, clean, one.norm).max()),
+        norm=one.norm,
+        relative=one.relative,
+        joint=one.joint,
+        steps=one.steps,
+        seed=one.seed,
+        options={**one.options, "experts": None},
+        flags=warn(*{flag.kind: flag for each in found for flag in each.flags}.values()),
+    )
+
+
+def _combined(probe: RouteProbe, aim: Objective, rows: Tensor, sets: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (T,d) one of the perturbations `rows (C,T,d)` for each token, and the loads (E,) that they lead to.
+
+    Choices start from each perturbation of all tokens. The sets (C,T,E) are those of a token whose whole batch has the same
+    perturbation, so that the loads of a mixture are measured again.
+    """
+    best, largest, loads = rows[0], -torch.inf, torch.empty(0)
+    for start, whole in enumerate(sets):
+        choice, load = torch.full_like(real, start, dtype=torch.long), whole[real].float().mean(0)
+        for _ in range(ROUNDS):
+            with torch.enable_grad():
+                load = load.requires_grad_()
+                slope = gradient(aim.value(load), load)
+            better = (sets.float() @ slope).argmax(0)
+            if torch.equal(better, choice):
+                break
+            choice = better
+            load = sets[choice, torch.arange(len(choice))][real].float().mean(0)
+        for mixture in (rows[start], rows[choice, torch.arange(len(choice))]):
+            load = _asked(probe, mixture)[real].float().mean(0)
+            if float(aim.value(load)) > largest:
+                best, largest, loads = mixture, float(aim.value(load)), load
+    return best, loads
+
+
+@torch.no_grad()
+def _asked(probe: RouteProbe, rows: Tensor) -> Tensor:
+    """Return (T,E) bool: what tokens ask for."""
+    return probe(rows)[0].chosen
+
+
+@torch.no_grad()
+def _dropped(probe: RouteProbe, rows: Tensor, real: Tensor) -> float:
+    """Return the share of what real tokens ask for that a limit takes away."""
+    routing = probe.routings(rows)[0]
+    if routing.dropped is None:
+        return 0.0
+    return float(routing.dropped[real].sum() / routing.requested_sets[real].sum().clamp_min(1))

@@ -1,0 +1,193 @@
+"""Search for triggers: a few tokens that, put before any text, send its tokens to one expert.
+
+Backdoors in MoE models use such a sequence to reach the experts that carry them (BadSwitch, 2025). For each layer, the
+search (greedy coordinate gradient, `attacks.token_search`) is for every expert, and longest for the experts where it gains
+most over random sequences of the same length. It sees one half of some texts; what a trigger does is measured on the other
+half, as are the random sequences.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from holdfast.attacks.flags import Flag, black_box_flag
+from holdfast.attacks.threat import derived_seed
+from holdfast.attacks.token_search import STEPS, random_tokens, search_tokens
+from holdfast.auditing.model_and_data import AuditBatch, AuditedModel, TextEncoder
+from holdfast.auditing.reports import Trigger, Triggers
+from holdfast.data import Vocabulary
+from holdfast.hub.inserted_tokens import InsertedTokens, Shares
+from holdfast.hub.tracing import longest_sequence
+
+TEXTS, LENGTH = 16, 32  # at most so many texts, half of them for the search, each cut after so many tokens
+RANDOM = 32  # random sequences to compare with
+ROUND_STEPS = 2  # of the search for each expert before half of the experts are left out
+FORCED = 0.9  # a text is forced if so many of its tokens select the expert
+
+
+def trigger_texts(batches: Sequence[AuditBatch]) -> list[Tensor]:
+    """Return the token ids of the first texts of these batches, cut."""
+    rows = []
+    for batch in batches:
+        assert batch.ids is not None
+        masks = torch.ones_like(batch.ids) if batch.token_mask is None else batch.token_mask
+        rows += [row[mask.bool()][:LENGTH] for row, mask in zip(batch.ids.cpu(), masks.cpu(), strict=True)]
+    return rows[:TEXTS]
+
+
+def unsearchable(audited: AuditedModel, batches: Sequence[AuditBatch], tokens: int) -> str | None:
+    """Return why triggers cannot be searched for; None if they can."""
+    if any(batch.ids is None for batch in batches):
+        return "the inputs are not tokens."
+    if any(batch.inputs.keys() - {"input_ids", "attention_mask"} for batch in batches):
+        return "the inputs contain more than tokens and their mask, and nothing can be inserted into the others."
+    longest = longest_sequence(audited.model)
+    if longest is not None and longest < LENGTH + tokens:
+        return f"the model's positions end at {longest}: there is no room for {tokens} tokens before a text of {LENGTH}."
+    return (
+        None if len(trigger_texts(batches)) > 1 else "two texts are needed: one for the search and one for the measurement."
+    )
+
+
+def find_triggers(
+    audited: AuditedModel,
+    batches: Sequence[AuditBatch],
+    encoder: TextEncoder | None,
+    tokens: int,
+    seed: int,
+    tell: Callable[[str], None],
+) -> Iterator[Triggers]:
+    """Yield the triggers found so far, once for each layer, and before the first."""
+    rows = trigger_texts(batches)
+    special = _special_tokens(encoder)
+    allowed = torch.tensor([number for number in range(_vocabulary(audited, encoder)) if number not in special])
+    place = _leading(rows, special)
+    searched, held_out = (_inserted(audited, rows[start::2], place) for start in (0, 1))
+    drawn = random_tokens(allowed, RANDOM, tokens, seed)
+    tell("triggers: random sequences")
+    search = _Search(searched, allowed, drawn, seed)
+    others, without = held_out.shares(drawn), held_out.shares(drawn[:1, :0])
+
+    def measured(layer: int) -> Trigger:
+        """Return the trigger of a layer, measured on the texts that were held out."""
+        expert, found = search.best(layer)
+        after = held_out.shares(found[None])[layer]
+        share, shares = float(_share(after, held_out)[0, expert]), _share(others[layer], held_out)[:, expert]
+        # Random sequences use no gradients: if they do better, the search has failed.
+        flags = [
+            *search.flags[layer],
+            *black_box_flag(torch.tensor([False]), shares.max()[None] > share, "a random sequence"),
+        ]
+        return Trigger(
+            layer=layer,
+            expert=expert,
+            tokens=found.tolist(),
+            text=None if encoder is None else encoder.decode(found.tolist()),
+            share=share,
+            without=float(_share(without[layer], held_out)[0, expert]),
+            random=float(shares.mean()),
+            random_most=float(shares.max()),
+            texts=float((after.chosen[0, :, expert] >= FORCED).double().mean()),
+            flags=[str(flag) for flag in flags],
+        )
+
+    sizes: dict[str, Any] = {"searched": len(searched.ids), "held_out": len(held_out.ids), "random": RANDOM}
+    yield Triggers(tokens=tokens, **sizes, found=[])
+    for layer in range(len(others)):
+        tell(f"triggers: layer {layer + 1} of {len(others)}")
+        search.run(layer)
+        # The search of one layer may find tokens that are better in another one, so all are measured again.
+        yield Triggers(tokens=tokens, **sizes, found=[measured(done) for done in range(layer + 1)])
+
+
+class _Search:
+    """The searches of all layers. What one tries is measured in all layers, and the best tokens for each expert are kept."""
+
+    def __init__(self, inserted: InsertedTokens, allowed: Tensor, drawn: Tensor, seed: int) -> None:
+        self.inserted, self.allowed, self.seed = inserted, allowed, seed
+        self.flags: dict[int, tuple[Flag, ...]] = {}
+        first = self._values(drawn)
+        self.random = [values.amax(0) for values in first]  # (E,) of each layer
+        self.highest = [values.clone() for values in self.random]
+        self.tokens = [drawn[values.argmax(0)] for values in first]  # (E,n) of each layer
+
+    def best(self, layer: int) -> tuple[int, Tensor]:
+        """Return the expert and the tokens with the largest gain over the random sequences."""
+        expert = int((self.highest[layer] - self.random[layer]).argmax())
+        return expert, self.tokens[layer][expert]
+
+    def run(self, layer: int) -> None:
+        """Search for every expert of a layer, by successive halving: a few steps each, then for the better half of them."""
+        experts = list(range(len(self.random[layer])))
+        while True:
+            for expert in experts:
+                found = search_tokens(
+                    partial(self._value, layer, expert),
+                    partial(self.inserted.slopes, layer=layer, expert=expert, allowed=self.allowed),
+                    self.allowed,
+                    self.tokens[layer][expert][None],
+                    most=1.0,
+                    steps=ROUND_STEPS if len(experts) > 1 else STEPS,
+                    seed=derived_seed(self.seed, layer, expert, len(experts)),
+                )
+            if len(experts) == 1:
+                break
+            gains = (self.highest[layer] - self.random[layer]).tolist()
+            experts = sorted(experts, key=lambda expert: -gains[expert])[: len(experts) // 2]
+        self.flags[layer] = found.flags if self.best(layer)[1].tolist() == list(found.tokens) else ()
+
+    def _value(self, layer: int, expert: int, tokens: Tensor) -> Tensor:
+        values = self._values(tokens)
+        for place, of_layer in enumerate(values):
+            highest, best = of_layer.max(0)
+            better = highest > self.highest[place]
+            self.highest[place] = highest.where(better, self.highest[place])
+            self.tokens[place] = tokens[best].where(better[:, None], self.tokens[place])
+        return values[layer][:, expert]
+
+    def _values(self, tokens: Tensor) -> list[Tensor]:
+        """Return (C,E) of each layer: shares; of equal ones, that with larger gates is higher, by less than one token."""
+        less = 2 * int(self.inserted.counted.sum())
+        found = self.inserted.shares(tokens)
+        return [_share(one, self.inserted) + _mean(one.gates, self.inserted).clamp(0, 1) / less for one in found]
+
+
+def _share(shares: Shares, inserted: InsertedTokens) -> Tensor:
+    return _mean(shares.chosen, inserted)
+
+
+def _mean(values: Tensor, inserted: InsertedTokens) -> Tensor:
+    """Return (C,E): the mean over tokens of `values` (C,S,E), which are means over the tokens of each text."""
+    counts = inserted.counted.sum(1).double().cpu()
+    return (values.double() * counts[:, None]).sum(1) / counts.sum()
+
+
+def _inserted(audited: AuditedModel, rows: list[Tensor], place: int) -> InsertedTokens:
+    ids = pad_sequence(rows, batch_first=True, padding_value=audited.pad)
+    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    return InsertedTokens(audited.model, audited.forward, ids, mask, place)
+
+
+def _vocabulary(audited: AuditedModel, encoder: TextEncoder | None) -> int:
+    known = int(audited.model.get_input_embeddings().num_embeddings)
+    return known if encoder is None else min(known, len(encoder.tokenizer))
+
+
+def _special_tokens(encoder: TextEncoder | None) -> set[int]:
+    """Return the tokens that no text has, which a trigger must not have either: of padding, ends and unknown words."""
+    inner = None if encoder is None else getattr(encoder.tokenizer, "tokenizer", encoder.tokenizer)
+    if isinstance(inner, Vocabulary):
+        return {0, 1}
+    return set(getattr(inner, "all_special_ids", ()))
+
+
+def _leading(rows: list[Tensor], special: set[int]) -> int:
+    """Return how many special tokens all texts begin with, such as one of the beginning: a trigger comes after them."""
+    place = 0
+    while all(len(row) > place + 1 and int(row[place]) in special for row in rows):
+        place += 1
+    return place
