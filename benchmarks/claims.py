@@ -13,10 +13,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from holdfast.progress import quiet
 from holdfast.train import Cell, Comparison, load_recipe, parse_routers
 from holdfast.train.ledger import enter_cells
 from holdfast.train.recipe import RouterChoice
-from holdfast.train.training import quiet
 
 # The slow ones first, so that no slow one runs alone at the end.
 # similarity[tau=1] is the paper's router; without an option, tau is the root of the width.

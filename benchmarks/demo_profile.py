@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+from holdfast.progress import quiet
 from holdfast.routing import Router
 from holdfast.train.building import build_model
 from holdfast.train.recipe import load_recipe
 from holdfast.train.saved_model import make_task
-from holdfast.train.training import quiet
 
 SHOWN = 12
 

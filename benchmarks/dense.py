@@ -18,9 +18,10 @@ import torch
 import yaml
 
 from holdfast.metrics.paired import paired
+from holdfast.progress import quiet
 from holdfast.train import Comparison, Task, load_recipe, parse_routers
 from holdfast.train.label_task import LabelTask
-from holdfast.train.training import quiet, train
+from holdfast.train.training import train
 
 
 def main() -> None:

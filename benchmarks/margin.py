@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 import holdfast
+from holdfast.progress import quiet
 from holdfast.train import Comparison, load_recipe, parse_routers
 from holdfast.train.text_task import TextTask
-from holdfast.train.training import quiet
 from holdfast.version import versions
 
 # Of the margin and of the balance loss: routing that collapses to a few experts is certified too, and worth nothing.

@@ -19,8 +19,8 @@ from typing import Any
 from command import check, command, write
 from versions import versions
 
+from holdfast.progress import quiet
 from holdfast.train import Comparison, load_recipe, parse_routers
-from holdfast.train.training import quiet
 
 WINDOW = 25
 

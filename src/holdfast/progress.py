@@ -1,10 +1,13 @@
 """Show how far a long computation is: as a bar on a terminal, elsewhere as lines, with the time that is left.
 
-The bar needs rich, of the extra `lab`; without it there are lines.
+The bar needs rich, of the extra `lab`; without it there are lines. `quiet` turns off what other libraries print meanwhile.
 """
 
+import logging
+import os
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -113,3 +116,16 @@ def duration(seconds: float) -> str:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def quiet() -> None:
+    """Turn off the messages, warnings and bars of torch and transformers: Holdfast's commands have their own."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    if "TORCH_LOGS" not in os.environ:
+        logging.getLogger("torch").setLevel(logging.ERROR)
+    if not sys.warnoptions:
+        warnings.filterwarnings("ignore", module=r"(accelerate|torch|torchao|transformers)(\.|$)")
+        warnings.filterwarnings("ignore", message=r"(?s).*Triggered internally at")  # of C++, in whichever module

@@ -14,9 +14,8 @@ from torch import nn
 import holdfast
 from holdfast.cli import common
 from holdfast.errors import one_line
-from holdfast.progress import Lines, bar, duration
+from holdfast.progress import Lines, bar, duration, quiet
 from holdfast.report.tables import Table
-from holdfast.train.training import quiet
 
 
 class Seen(nn.Module):

@@ -10,6 +10,7 @@ from tyro.conf import Positional, arg
 
 from holdfast.cli.common import TestedModel, forwards, require_free, show, write_out
 from holdfast.files import no_such_path
+from holdfast.progress import quiet
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,6 @@ class Attack(TestedModel):
         from holdfast.train import attack_images, attack_routers
         from holdfast.train.route_attacks import ROUTE_ATTACKS
         from holdfast.train.task import table_of_rates
-        from holdfast.train.training import quiet
         from holdfast.version import versions
 
         kinds = [name.strip() for name in self.kind.split(",")]

@@ -23,7 +23,7 @@ import filelock
 from tyro.conf import UseAppendAction, arg
 
 from holdfast.files import no_such_path
-from holdfast.progress import bar
+from holdfast.progress import bar, quiet
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -270,7 +270,6 @@ class MeasuredText:
         """Return the saved model, and the data to measure it on; `where` overrides the source of the data."""
         from holdfast.hub.tracing import require_positions
         from holdfast.train.saved_model import AuditData, load_model_and_task
-        from holdfast.train.training import quiet
 
         quiet()
         where = {"source": self.source, "data": self.data, **where}

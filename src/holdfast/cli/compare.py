@@ -13,6 +13,7 @@ from tyro.conf import arg
 from holdfast.cli.common import PluginFiles, require_folder, require_place, show, show_messages
 from holdfast.comparing import PAGE, RECIPE, ROUTERS, choose, run_comparison, with_progress
 from holdfast.locking import take_over
+from holdfast.progress import quiet
 
 if TYPE_CHECKING:
     from holdfast.train.results import Results
@@ -75,7 +76,6 @@ class Compare:
         from holdfast.report.comparison_page import verdict
         from holdfast.train.cells import parse_sweep
         from holdfast.train.recipe import parse_pairs, parse_routers
-        from holdfast.train.training import quiet
 
         changes = parse_pairs(self.set, "training.steps=50")
         changes |= {} if self.steps is None else {"training.steps": self.steps}

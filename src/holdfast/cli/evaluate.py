@@ -8,6 +8,7 @@ from typing import Any
 from tyro.conf import Positional
 
 from holdfast.cli.common import TestedModel, forwards, require_free, show, write_out
+from holdfast.progress import quiet
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,6 @@ class Evaluate(TestedModel):
     def run(self) -> None:
         from holdfast.metrics import ChosenMetrics
         from holdfast.stored import without_nan
-        from holdfast.train.training import quiet
         from holdfast.version import versions
 
         require_free(self.out, self.force)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from tyro.conf import Positional
 
 from holdfast.cli.common import MeasuredText, free_files, show, write_report_files
+from holdfast.progress import quiet
 
 if TYPE_CHECKING:
     from holdfast.mismatch import MismatchReport, Rollout
@@ -93,7 +94,6 @@ class Mismatch(MeasuredText):
         from holdfast.files import LARGE, read_text
         from holdfast.mismatch.rollout import Rollout, rollout_of_lines
         from holdfast.train.saved_model import load_model
-        from holdfast.train.training import quiet
 
         if isinstance(record, Rollout):
             quiet()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from tyro.conf import Positional
 
 from holdfast.cli.common import show
-from holdfast.progress import bar
+from holdfast.progress import bar, quiet
 
 if TYPE_CHECKING:
     from holdfast.train.papers import Preset
@@ -39,7 +39,6 @@ class Papers:
         from holdfast.report.tables import Table
         from holdfast.train.papers.cost import RATE, gpu_hours
         from holdfast.train.recipe import load_recipe
-        from holdfast.train.training import quiet
 
         quiet()
         rows = []

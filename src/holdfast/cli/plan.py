@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from tyro.conf import Positional, arg
 
 from holdfast.cli.common import PluginFiles, router_names, show
+from holdfast.progress import quiet
 
 if TYPE_CHECKING:
     from holdfast.planning.planning import Plan as ModelPlan
@@ -153,7 +154,6 @@ class Plan:
     def run(self) -> None:
         from holdfast.planning import Workload, plan
         from holdfast.train.recipe import parse_pairs
-        from holdfast.train.training import quiet
 
         quiet()
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs each attempt to reach the hub

@@ -12,6 +12,7 @@ from tyro.conf import arg
 
 from holdfast.cli.common import PluginFiles, require_folder, require_place, show, show_messages
 from holdfast.locking import take_over
+from holdfast.progress import quiet
 
 if TYPE_CHECKING:
     from holdfast.report.tables import Table
@@ -65,7 +66,6 @@ class Search:
         from holdfast.train.recipe import parse_pairs
         from holdfast.train.search import Search as Found
         from holdfast.train.search import search
-        from holdfast.train.training import quiet
 
         changes = parse_pairs(self.set, "training.batch=8")
         changes |= {} if self.steps is None else {"training.steps": self.steps}

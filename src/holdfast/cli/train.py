@@ -13,7 +13,7 @@ from tyro.conf import Positional, arg
 from holdfast.cli.common import PluginFiles, require_folder, show_messages
 from holdfast.errors import unknown_name
 from holdfast.locking import take_over
-from holdfast.progress import bar
+from holdfast.progress import bar, quiet
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Train:
         from holdfast.train import load_recipe
         from holdfast.train.recipe import parse_pairs, parse_router
         from holdfast.train.trainer_loop import TRAINER_LOGGERS, is_first_rank, own_process_group, processes
-        from holdfast.train.training import SingleRun, quiet
+        from holdfast.train.training import SingleRun
 
         for name in self.log:
             if name not in TRAINER_LOGGERS:

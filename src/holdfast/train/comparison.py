@@ -36,6 +36,7 @@ from holdfast.files import remove_folder, require_no_links
 from holdfast.hub.install import hooks_of
 from holdfast.locking import POLL, Lock, Owner, locked
 from holdfast.plugins import PLUGIN_ERRORS, failure_in_plugin, load_plugin, plugin_files
+from holdfast.progress import quiet
 from holdfast.stored import without_nan
 from holdfast.train.building import build_model, preflight, with_training
 from holdfast.train.cells import Cell, Result, Setting, merge_results, require_few_cells, shares_data, with_choices
@@ -64,7 +65,7 @@ from holdfast.train.start import checkpoint_identity
 from holdfast.train.summary import summarise, summarise_domains
 from holdfast.train.task import Task
 from holdfast.train.task_record import MODEL, TASK, is_trained
-from holdfast.train.training import Effort, quiet, require_trainable, train
+from holdfast.train.training import Effort, require_trainable, train
 from holdfast.version import VERSION, origin, versions
 
 PROGRESS_POLL = 0.5  # seconds between two reads of the workers' progress

@@ -175,21 +175,19 @@ def _say_once(message: str) -> None:
     logger.warning("%s", message)
 
 
-def start_tokenizer(part: ModelPart, given: str | None = None) -> Tokenizer | None:
-    """Return the tokeniser of the recipe's checkpoint; None if the recipe has no checkpoint.
+def start_tokenizer(checkpoint: str, given: str | None = None) -> Tokenizer:
+    """Return the tokeniser of a recipe's checkpoint.
 
     given   `data.tokens`; raise ValueError if it is another tokeniser than the checkpoint's
     """
-    if part.checkpoint is None:
-        return None
-    place = Path(part.checkpoint)
-    own = read_record(place).tokenizer() if is_trained(place) else HubTokenizer(str(_folder_of(part.checkpoint)))
+    place = Path(checkpoint)
+    own = read_record(place).tokenizer() if is_trained(place) else HubTokenizer(str(_folder_of(checkpoint)))
     is_same = given is None or given == own.name
     if given is not None and isinstance(own, HubTokenizer):  # the words of a vocabulary are always the checkpoint's
         is_same = ("/" in given or Path(given).is_dir()) and HubTokenizer(given).checksum() == own.checksum()
     if not is_same:
         raise ValueError(
-            f"data.tokens is {given}, and {part.checkpoint} was trained with another tokeniser; leave data.tokens out to "
+            f"data.tokens is {given}, and {checkpoint} was trained with another tokeniser; leave data.tokens out to "
             "use its own."
         )
     return own

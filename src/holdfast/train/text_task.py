@@ -72,9 +72,9 @@ class TextsTask(Task):
     def _tokenizer(self, training: Callable[[], Corpus]) -> Tokenizer:
         """Return the tokeniser of the recipe's checkpoint, or a new one from the `training` texts."""
         part = self.recipe.data
-        of_checkpoint = start_tokenizer(self.recipe.model, part.tokens)
-        name = part.tokens or "words"
-        return tokenizer(training(), name, size=part.vocabulary) if of_checkpoint is None else of_checkpoint
+        if self.recipe.model.checkpoint is not None:
+            return start_tokenizer(self.recipe.model.checkpoint, part.tokens)
+        return tokenizer(training(), part.tokens or "words", size=part.vocabulary)
 
     def preprocessor(self) -> Any:
         return self.tokenizer.tokenizer if isinstance(self.tokenizer, HubTokenizer) else None

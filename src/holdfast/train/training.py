@@ -10,12 +10,9 @@ An interrupted run resumes from its newest complete checkpoint and gives the sam
 """
 
 import logging
-import os
 import statistics
-import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -150,19 +147,6 @@ def train(
         raise
     finally:
         pace.stop()
-
-
-def quiet() -> None:
-    """Turn off the messages, warnings and bars of torch and transformers: Holdfast's commands have their own."""
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    if "TORCH_LOGS" not in os.environ:
-        logging.getLogger("torch").setLevel(logging.ERROR)
-    if not sys.warnoptions:
-        warnings.filterwarnings("ignore", module=r"(accelerate|torch|torchao|transformers)(\.|$)")
-        warnings.filterwarnings("ignore", message=r"(?s).*Triggered internally at")  # of C++, in whichever module
 
 
 @final
