@@ -101,7 +101,7 @@ def batch(family: str = "llava", seed: int = 1) -> dict[str, Any]:
     mask = torch.ones_like(ids)
     if family == "qwen":
         sizes = [(4, 8), (8, 4)]  # in patches; four of them become one token
-        ids[0, 1], ids[0, 2:10], ids[0, 10] = 92, IMAGE, 93
+        ids[0, 3], ids[0, 4:12], ids[0, 12] = 92, IMAGE, 93
         ids[1, 4], ids[1, 5:13], ids[1, 13] = 92, IMAGE, 93
         given = {
             "pixel_values": torch.randn(sum(h * w for h, w in sizes), 3 * 2 * 4 * 4, generator=generator),
@@ -109,13 +109,13 @@ def batch(family: str = "llava", seed: int = 1) -> dict[str, Any]:
             "mm_token_type_ids": (ids == IMAGE).int(),
         }
     elif family == "smolvlm":
-        ids[0, 2:6], ids[1, 5:9] = IMAGE, IMAGE
+        ids[0, 4:8], ids[1, 5:9] = IMAGE, IMAGE
         pixels = torch.randn(2, 1, 3, 16, 16, generator=generator)
         real = torch.ones(2, 1, 16, 16, dtype=torch.bool)
         real[1, :, 8:], real[1, :, :, 12:] = False, False  # the second picture is smaller
         given = {"pixel_values": pixels * real.unsqueeze(2), "pixel_attention_mask": real}
     else:
-        ids[0, 2:18], ids[1, 5:21] = IMAGE, IMAGE
+        ids[0, 4:20], ids[1, 5:21] = IMAGE, IMAGE
         given = {"pixel_values": torch.randn(2, 3, 16, 16, generator=generator)}
-    ids[0, 22:], mask[0, 22:] = 0, 0
+    ids[0, :2], mask[0, :2] = 0, 0  # padding on the left
     return {"input_ids": ids, "attention_mask": mask, **given}

@@ -174,6 +174,7 @@ class _GeometryRun(Measurement):
 
     def __init__(self, model: Any, tokenizer: Any, settings: GeometrySettings, progress: Progress | None) -> None:
         super().__init__(model, tokenizer, settings, progress)
+        self.audited.require_texts()
         self.routers = what_if_routers(self.audited, settings.what_if)
         self.layers = [LayerSums() for _ in self.routers]
         self.before, self.after = _Cost(len(self.layers)), _Cost(len(self.layers))

@@ -168,6 +168,7 @@ class _Audit(Measurement):
 
     def __init__(self, model: Any, tokenizer: Any, settings: Settings, progress: Progress | None) -> None:
         super().__init__(model, tokenizer, settings, progress)
+        self.audited.require_texts()
         self.perturbations = perturbations(settings, self.audited, self.encoder)
         self.baseline = Baseline(self.audited, settings.at_risk)
         self.comparisons = {one.name: ForwardComparison(self.audited) for one in self.perturbations}
