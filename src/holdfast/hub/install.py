@@ -61,7 +61,7 @@ def install_specs(model: nn.Module, specs: Mapping[str, LayerSpec]) -> list[MoEL
         if name not in layers:
             raise ValueError(f"its config names a layer {name!r} that the model does not have.")
     if is_dense:
-        make_sparse({name: layers[name] for name in specs}, specs)
+        make_sparse({name: layer for name, layer in layers.items() if name in specs}, specs)  # in the order of the model
         return moe_layers(model)
     reroute_layers(list(layers.values()), specs)
     return list(layers.values())
