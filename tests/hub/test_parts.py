@@ -63,7 +63,7 @@ def test_copied_experts_of_llava_compute_what_the_dense_parts_did(tower: str, te
 
 @pytest.mark.parametrize("k", [2, 1])
 @pytest.mark.parametrize(("family", "parts"), [(name, part) for name, (_, own) in OTHERS.items() for part in (own, *own)])
-def test_copied_experts_of_other_models_with_pictures_of_several_sizes_do_too(family: str, parts: Any, k: int) -> None:
+def test_copied_experts_of_other_models_with_images_of_several_sizes_do_too(family: str, parts: Any, k: int) -> None:
     model, given = OTHERS[family][0](), batch(family)
     before = logits(model, given)
     assert_near(logits(holdfast.sparsify(model, experts=4, k=k, parts=parts), given), before)
@@ -207,8 +207,8 @@ def test_wrong_parts_are_refused_before_the_model_changes() -> None:
         (llava(), "this part of the model reads none", {"parts": "vision", "router": "hash"}),
         (llava(), "computes a token from the whole sequence", {"parts": PARTS, "layer": "smear"}),
         (smolvlm(), "the connector of smolvlm is one linear map", {"parts": PARTS}),
-        (qwen(), "cannot separate the pictures", {"parts": "vision", "router": "similarity"}),
-        (qwen(), "cannot separate the pictures", {"parts": "connector", "layer": "smear"}),
+        (qwen(), "cannot separate the images", {"parts": "vision", "router": "similarity"}),
+        (qwen(), "cannot separate the images", {"parts": "connector", "layer": "smear"}),
         (moe, "this llava model has experts of its own", {"parts": "vision"}),
     ]
     for model, says, options in cases:
@@ -239,7 +239,7 @@ def contexts(model: Any, given: dict[str, Any]) -> dict[str, list[Any]]:
 
 
 @pytest.mark.parametrize("family", ["llava", "qwen", "smolvlm"])
-def test_image_tokens_and_all_tokens_of_pictures_have_the_modality_1(family: str) -> None:
+def test_image_tokens_and_all_tokens_of_images_have_the_modality_1(family: str) -> None:
     make, parts = {"llava": (llava, PARTS), **OTHERS}[family]
     model, given = holdfast.sparsify(make(), experts=4, parts=parts, router="modality", noise=0.5), batch(family)
     found = contexts(model, given)
@@ -261,7 +261,7 @@ def test_towers_are_not_causal_and_padding_of_the_text_is_not_theirs(family: str
         assert not context.causal
         if family == "llava":
             assert context.token_mask is None
-        else:  # the padding of a smaller picture: 2 x 3 patches of 4 x 4 are real
+        else:  # the padding of a smaller image: 2 x 3 patches of 4 x 4 are real
             assert context.token_mask.sum(1).tolist() == [16, 6]
     for _, context in found.get("connector", []):
         assert not context.causal and context.token_mask is None
@@ -297,8 +297,8 @@ def test_a_later_patch_changes_the_route_of_an_earlier_one_and_a_later_word_does
         before = [routing.gates for routing in routes]
         model(**other)
         after = [routing.gates for routing in routes]
-    assert not torch.equal(after[1][16], before[1][16])  # the first patch of the second picture
-    assert torch.equal(after[0][:16], before[0][:16])  # the first picture
+    assert not torch.equal(after[1][16], before[1][16])  # the first patch of the second image
+    assert torch.equal(after[0][:16], before[0][:16])  # the first image
     first = slice(0, 23)  # the first text without its last word
     assert torch.equal(after[3][first], before[3][first]) and not torch.equal(after[3][23], before[3][23])
 

@@ -18,7 +18,7 @@ from holdfast.replaying.routes import Routes
 
 LOSSES = holdfast.Losses(balance=0.1, z=0.1)
 FAMILIES: dict[str, Any] = {"llava": (llava, PARTS), "qwen": (qwen, PARTS), "smolvlm": (smolvlm, ("vision", "language"))}
-GREEDY = {"do_sample": False, "suppress_tokens": [IMAGE, 91, 92, 93]}  # a new image token would have no picture
+GREEDY = {"do_sample": False, "suppress_tokens": [IMAGE, 91, 92, 93]}  # a new image token would have no image
 LAYERS = {"llava": 6, "qwen": 6, "smolvlm": 5}
 ROUTER = "symphony+smooth"
 
@@ -88,7 +88,7 @@ def test_a_trace_has_all_layers_of_a_forward_and_of_generation() -> None:
     with holdfast.trace(model, keep="all") as generated:
         model.generate(**given, max_new_tokens=3, min_new_tokens=3, **GREEDY)
     assert [step.shape for step in generated.steps] == [(2, 24), (2, 1), (2, 1)]
-    for layer in range(6):  # pictures are encoded before the first forward
+    for layer in range(6):  # images are encoded before the first forward
         assert torch.equal(generated.steps[0][layer].experts, routes[layer].experts)
     assert_refused("layer 0 is not recorded", lambda: generated.steps[1][0])
     masks: list[bool] = []
@@ -134,7 +134,7 @@ def test_routes_of_the_language_part_are_recorded_and_replayed(family: str) -> N
         model(**longer)
     assert not Routes.from_trace(again, model).differs(routes)[known].any()
     tower_only = holdfast.sparsify(FAMILIES[family][0](), experts=4, parts="vision")
-    assert_refused("are all of pictures", lambda: Routes.from_trace(traced, tower_only))
+    assert_refused("are all of images", lambda: Routes.from_trace(traced, tower_only))
 
 
 def test_activation_checkpointing_computes_the_same_gradients() -> None:
@@ -181,14 +181,14 @@ def test_a_model_with_fewer_experts_in_every_part_computes_what_disabled_ones_do
     torch.testing.assert_close(logits(pruned.model, given), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_an_audit_takes_a_sparse_language_part_with_pictures_and_without() -> None:
+def test_an_audit_takes_a_sparse_language_part_with_images_and_without() -> None:
     for given in (batch(), {"input_ids": torch.arange(3, 23).view(2, 10)}):
         report = holdfast.audit(sparse(router="smoe", parts="language"), [given], perturb=["none", "batch"])
         for name in ("none", "batch.alone"):
             found = report.perturbations[name].overall
             assert found.flips == 0 and found.loss is not None and found.loss.before > 0
     packed = holdfast.audit(sparse("qwen", "smoe", parts="language"), [batch("qwen")], perturb=["batch"])
-    assert "packed pictures" in packed.skipped["batch.alone"].reason
+    assert "packed images" in packed.skipped["batch.alone"].reason
 
 
 def test_the_loss_of_an_audit_leaves_image_tokens_out() -> None:
@@ -203,10 +203,10 @@ def test_the_loss_of_an_audit_leaves_image_tokens_out() -> None:
     assert loss.before == pytest.approx(float(torch.nn.functional.cross_entropy(rows, targets)), abs=1e-5)
 
 
-def test_reports_about_texts_refuse_layers_of_pictures() -> None:
+def test_reports_about_texts_refuse_layers_of_images() -> None:
     model, given = sparse(router="smoe"), batch()
     for report in (holdfast.audit, holdfast.measure_geometry):
-        assert_refused("its tokens are parts of pictures", report, model, [given])
+        assert_refused("its tokens are parts of images", report, model, [given])
 
 
 def test_certificates_cover_every_part() -> None:

@@ -50,7 +50,7 @@ QWEN = {
 
 
 def llava(tower: str = "siglip", text: str = "llama", *, seed: int = 0, **changes: Any) -> Any:
-    """LLaVA; the pictures have 4 x 4 patches."""
+    """LLaVA; the images have 4 x 4 patches."""
     entries = {**TEXT, **OF_EXPERTS.get(text, {})}
     config = transformers.LlavaConfig(
         vision_config=TOWERS[tower](**TOWER, image_size=16, patch_size=4),
@@ -95,7 +95,7 @@ def with_weights(kind: Any, config: Any, seed: int) -> Any:
 
 
 def batch(family: str = "llava", seed: int = 1) -> dict[str, Any]:
-    """Two texts of different lengths, each with a picture; those of Qwen2.5-VL and SmolVLM have different sizes."""
+    """Two texts of different lengths, each with an image; those of Qwen2.5-VL and SmolVLM have different sizes."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, 80, (2, 24), generator=generator)
     mask = torch.ones_like(ids)
@@ -112,7 +112,7 @@ def batch(family: str = "llava", seed: int = 1) -> dict[str, Any]:
         ids[0, 4:8], ids[1, 5:9] = IMAGE, IMAGE
         pixels = torch.randn(2, 1, 3, 16, 16, generator=generator)
         real = torch.ones(2, 1, 16, 16, dtype=torch.bool)
-        real[1, :, 8:], real[1, :, :, 12:] = False, False  # the second picture is smaller
+        real[1, :, 8:], real[1, :, :, 12:] = False, False  # the second image is smaller
         given = {"pixel_values": pixels * real.unsqueeze(2), "pixel_attention_mask": real}
     else:
         ids[0, 4:20], ids[1, 5:21] = IMAGE, IMAGE

@@ -75,11 +75,11 @@ class Observation:
     token_mask: Tensor | None  # (T,) bool, True where a token is real
     predictions: Predictions | None
     sequences: int
-    of_pictures: frozenset[int] = frozenset()  # layers whose tokens are parts of pictures, which the mask does not cover
+    of_images: frozenset[int] = frozenset()  # layers whose tokens are parts of images, which the mask does not cover
 
     def mask_of(self, layer: int) -> Tensor | None:
         """Return the mask (T,) of a layer's tokens; None if all are real."""
-        return None if layer in self.of_pictures else self.token_mask
+        return None if layer in self.of_images else self.token_mask
 
     def real(self, layer: int) -> Tensor:
         """Return the row indices of a layer's tokens that are not padding."""
@@ -116,8 +116,8 @@ def observe(audited: AuditedModel, batch: AuditBatch, *, perturb_input: PerturbI
             out = audited.forward(batch.inputs)
             layers = [LayerRecord(routing, **record) for routing, record in zip(routes, recorded, strict=True)]
             token_mask = None if routes.token_mask is None else routes.token_mask.reshape(-1)
-    pictures = frozenset(layer for layer, site in enumerate(audited.moe_layers) if site.of_pictures)
-    return Observation(layers, list(captured), token_mask, _predictions(out, batch.labels), batch.size, pictures)
+    images = frozenset(layer for layer, site in enumerate(audited.moe_layers) if site.of_images)
+    return Observation(layers, list(captured), token_mask, _predictions(out, batch.labels), batch.size, images)
 
 
 def _rows(tensor: Tensor) -> Tensor:

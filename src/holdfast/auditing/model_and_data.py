@@ -97,11 +97,11 @@ class AuditedModel:
         return torch.device(getattr(getattr(self.model, "_hf_hook", None), "execution_device", None) or "cpu")
 
     def require_texts(self) -> None:
-        """Raise ValueError if an MoE layer has tokens that are parts of pictures, which have no row in `input_ids`."""
+        """Raise ValueError if an MoE layer has tokens that are parts of images, which have no row in `input_ids`."""
         for site in self.moe_layers:
-            if site.of_pictures:
+            if site.of_images:
                 raise ValueError(
-                    f"{site.name}: its tokens are parts of pictures, and this report is about the tokens of texts; it takes "
+                    f"{site.name}: its tokens are parts of images, and this report is about the tokens of texts; it takes "
                     "vision-language models in which only the language part is sparse (holdfast.trace takes all)."
                 )
 
@@ -442,7 +442,7 @@ def from_batches(batches: Iterable[Any], audited: AuditedModel) -> Iterator[Audi
         ids = tensors.get("input_ids")
         if ids is not None and audited.predicts_next and shifted is None:
             shifted = next_tokens(ids if labels is None else labels, AuditBatch(number, tensors, None).token_mask)
-            for token in audited.image_tokens:  # the place of a picture is no text to predict
+            for token in audited.image_tokens:  # the place of an image is no text to predict
                 shifted = shifted.masked_fill(shifted == token, IGNORED)
         yield AuditBatch(number, tensors, labels if shifted is None else shifted)
 

@@ -155,7 +155,7 @@ class SingleSequence(Perturbation):
 
     def unavailable(self, audited: AuditedModel, batch: AuditBatch) -> str | None:
         if any(len(tensor) != batch.size for tensor in batch.inputs.values()):
-            return "the inputs have other rows than one for each text (packed pictures), so no text can be taken out."
+            return "the inputs have other rows than one for each text (packed images), so no text can be taken out."
         is_alone = batch.size == 1 and (batch.token_mask is None or bool(batch.token_mask.all()))
         return "every batch is already one sequence without padding." if is_alone else None
 

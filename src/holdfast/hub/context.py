@@ -69,11 +69,11 @@ class LayerModules:
     attention: Any  # just before the block; calls the attention function. None: a connector
     layer: nn.Module  # contains both
     projection_path: str | None  # of the attention's output projection, in the layer
-    windowed: bool = False  # no attention with queries and masks of (B,N): windows (Swin), packed pictures, or none at all
+    windowed: bool = False  # no attention with queries and masks of (B,N): windows (Swin), packed images, or none at all
     recurrent: bool = False  # `attention` is a recurrent module, with a state instead of a KV cache
     declared_causal: bool | None = None  # None: the attention says it
-    of_pictures: bool = False  # its tokens are parts of pictures, in a vision-language model
-    packed: bool = False  # the pictures of a batch are one row of tokens (T,d)
+    of_images: bool = False  # its tokens are parts of images, in a vision-language model
+    packed: bool = False  # the images of a batch are one row of tokens (T,d)
 
     @property
     def projection(self) -> nn.Module:
@@ -314,15 +314,15 @@ class ContextCapture:
         }
 
     def _modality(self, tokens: Tensor, forward: Forward) -> Tensor | None:
-        """Return the modality (B,N) of each token, 1 for a part of a picture; None if it is not known."""
-        if self.layer_modules.of_pictures:
+        """Return the modality (B,N) of each token, 1 for a part of an image; None if it is not known."""
+        if self.layer_modules.of_images:
             return torch.ones(tokens.shape[:-1], dtype=torch.long, device=tokens.device)
         return modality_of(forward.token_ids, self.forwards.image_tokens)
 
     def _replayed(self, forward: Forward) -> Tensor | None:
         """Return the recorded routes (B,N,K) of this layer; None if it is live. Routes are of the tokens of `input_ids`."""
         routes = forward.routes
-        if routes is None or self.layer_modules.of_pictures or self.replay_layer >= routes.shape[2]:
+        if routes is None or self.layer_modules.of_images or self.replay_layer >= routes.shape[2]:
             return None
         return routes[:, :, self.replay_layer]
 

@@ -232,7 +232,7 @@ class ForwardHooks:
     def generation(self) -> Iterator[None]:
         """Inside the `with`, forwards of this thread without gradients update no state, even during calibration.
 
-        Nor does an encoder (of pictures, speech or texts), which `generate` runs before the first forward of the model.
+        Nor does an encoder (of images, speech or texts), which `generate` runs before the first forward of the model.
         """
         current = self.thread.current
         with one_more(current.generations):

@@ -146,7 +146,7 @@ def make_sparse(layers: Mapping[str, DenseLayer], specs: Mapping[str, LayerSpec]
     """Replace the feed-forward networks of `layers` by experts, whose weights the caller sets; keys are module names."""
     sizes = {name: (dense.dim, specs[name].experts or 0) for name, dense in layers.items()}
     infos = [
-        layer_info(name, sizes[name], dense.config, dense.family, of_pictures=dense.of_pictures)
+        layer_info(name, sizes[name], dense.config, dense.family, of_images=dense.of_images)
         for name, dense in layers.items()
     ]
     hosts = {name: HostModel(rule=specs[name].rule()) for name in layers}
@@ -219,8 +219,8 @@ class ModelHooks:
         self.specs = dict(specs)
         self.collector = LossCollector(model, specs, adds_logits=found[0].family is None)
         balance_on_request = self.collector.balance_on_request
-        # Routes are recorded for the tokens of `input_ids`, so layers of pictures do not replay.
-        can_replay = [layer.name for layer in found if layer.name in specs and not layer.of_pictures]
+        # Routes are recorded for the tokens of `input_ids`, so layers of images do not replay.
+        can_replay = [layer.name for layer in found if layer.name in specs and not layer.of_images]
         self.forwards = ForwardHooks(model, routers, self.collector, len(can_replay))
         self.expert_losses: list[NativeExpertLosses] = []
         by_name: dict[str, ContextCapture] = {}
@@ -229,7 +229,7 @@ class ModelHooks:
                 previous = by_name.get(info.before.name) if info.before else None
                 spec = specs[layer.name]
                 idle = layer.router is None and not spec.losses and not balance_on_request
-                number = 0 if layer.of_pictures else can_replay.index(layer.name)
+                number = 0 if layer.of_images else can_replay.index(layer.name)
                 capture = ContextCapture(layer.router, layer.layer_modules, self.forwards, previous, spec.k, number, idle)
                 by_name[layer.name] = capture
                 holder = layer.block if layer.family is None else layer.gate

@@ -193,9 +193,9 @@ class MoELayerRef:
     part: Part | None = None  # of a vision-language model
 
     @property
-    def of_pictures(self) -> bool:
-        """Whether its tokens are parts of pictures, and not those of `input_ids`."""
-        return self.layer_modules.of_pictures
+    def of_images(self) -> bool:
+        """Whether its tokens are parts of images, and not those of `input_ids`."""
+        return self.layer_modules.of_images
 
     @property
     def block(self) -> nn.Module:
@@ -348,9 +348,7 @@ def layer_infos(found: list[MoELayerRef]) -> list[LayerInfo]:
     for moe_layer in found:
         row = None if moe_layer.dense is None else moe_layer.dense.family
         modules = moe_layer.layer_modules
-        infos.append(
-            layer_info(moe_layer.name, moe_layer.size, moe_layer.config, row, modules.recurrent, modules.of_pictures)
-        )
+        infos.append(layer_info(moe_layer.name, moe_layer.size, moe_layer.config, row, modules.recurrent, modules.of_images))
     return linked_in_order(infos)
 
 
@@ -360,13 +358,13 @@ def layer_info(
     config: Any,
     row: DenseFamily | None,
     recurrent: bool = False,
-    of_pictures: bool = False,
+    of_images: bool = False,
 ) -> LayerInfo:
     """Return what a router is built for in a layer of `size` (d, E); `row` is that of a layer that is or was dense."""
     is_connector, packed = row is not None and row.attention is None, row is not None and row.packed
     windowed = row is not None and row.windowed
     heads = None if recurrent or windowed or packed or is_connector else int(config.num_attention_heads)
-    reads_ids = not of_pictures and (row is None or row.reads_token_ids)
+    reads_ids = not of_images and (row is None or row.reads_token_ids)
     vocabulary = getattr(config, "vocab_size", None) if reads_ids else None
     vocabulary = vocabulary if isinstance(vocabulary, int) else None  # a vision model has none
     uncaptured = row is not None and row.own_attention
@@ -395,7 +393,7 @@ def _sparse_layers(model: nn.Module) -> list[MoELayerRef]:
         if isinstance(block, SparseLayer):
             places = block, dense.attention, dense.layer, row.projection
             has_attention = not (row.windowed or row.packed or row.attention is None)
-            kind: dict[str, Any] = {"declared_causal": row.causal, "of_pictures": dense.of_pictures, "packed": row.packed}
+            kind: dict[str, Any] = {"declared_causal": row.causal, "of_images": dense.of_images, "packed": row.packed}
             modules = LayerModules(*places, not has_attention, **kind)
             found.append(MoELayerRef(name, modules, None, dense, dense.part))
     _require_all(model, found, ((name, module) for name, module in model.named_modules() if isinstance(module, SparseLayer)))

@@ -106,7 +106,7 @@ class LayerInfo:
     recurrent: bool = False  # a layer of a hybrid model without attention
     vocabulary: int | None = None  # number of token ids; None: the model, or this tower of it, reads none
     uncaptured: bool = False  # the family's attention cannot be captured
-    packed: bool = False  # all pictures of a batch are one row of tokens
+    packed: bool = False  # all images of a batch are one row of tokens
     connector: bool = False  # between a vision tower and a language model, where there is no attention
 
     @property
@@ -180,8 +180,8 @@ def _build_router(info: LayerInfo, spec: LayerSpec, host: HostModel, attending: 
         )
     if info.packed and router.traits.sequence_aware:
         raise ValueError(
-            f"{info.name}: router {spec.router!r} reads other tokens, and here the patches of all pictures are one row of "
-            "tokens, in which it cannot separate the pictures; use a router of single tokens in this part."
+            f"{info.name}: router {spec.router!r} reads other tokens, and here the patches of all images are one row of "
+            "tokens, in which it cannot separate the images; use a router of single tokens in this part."
         )
     if info.connector and "attention.projection" in router.reads:
         raise ValueError(

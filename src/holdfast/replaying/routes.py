@@ -33,7 +33,7 @@ from holdfast.hub.families import text_config
 from holdfast.hub.forwards import require_no_copies
 from holdfast.hub.install import specs_of
 from holdfast.hub.layers import moe_layers
-from holdfast.hub.tracing import Step, Trace, layers_of_pictures
+from holdfast.hub.tracing import Step, Trace, layers_of_images
 from holdfast.routing import Routing
 from holdfast.routing.replaying import NO_RECORD, require_values
 
@@ -68,10 +68,10 @@ class RoutedModel:
         """Return the description of a model, which may be wrapped (PEFT, DDP, `torch.compile`)."""
         inner = unwrapped(model)
         found, specs, config = moe_layers(inner), specs_of(inner), text_config(inner)
-        found = [layer for layer in found if not layer.of_pictures]
+        found = [layer for layer in found if not layer.of_images]
         if not found:
             raise ValueError(
-                "routes are those of tokens of input_ids, and the MoE layers of this model are all of pictures; make its "
+                "routes are those of tokens of input_ids, and the MoE layers of this model are all of images; make its "
                 "language part sparse too."
             )
         places, k = [], []
@@ -263,8 +263,8 @@ def read_tensors(path: Path, *, only_notes: bool = False) -> tuple[dict[str, Ten
 
 
 def routings_of_tokens(step: Step, model: Any) -> list[Routing]:
-    """Return the routings in a step of the MoE layers whose tokens are those of `input_ids`: not those of pictures."""
-    others = layers_of_pictures(unwrapped(model))
+    """Return the routings in a step of the MoE layers whose tokens are those of `input_ids`: not those of images."""
+    others = layers_of_images(unwrapped(model))
     return [step[layer] for layer in range(len(step)) if layer not in others]
 
 

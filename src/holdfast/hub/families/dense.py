@@ -10,7 +10,7 @@ from holdfast.layers import Experts
 from holdfast.layers.experts import ACTIVATIONS, Activation
 
 Part = Literal["vision", "connector", "language"]  # of a vision-language model
-PARTS: tuple[Part, ...] = get_args(Part)  # in the order in which a picture passes through them
+PARTS: tuple[Part, ...] = get_args(Part)  # in the order in which an image passes through them
 OUR_ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "swish": "silu"}  # by transformers' names
 
 
@@ -38,7 +38,7 @@ class DenseFamily:
     own_attention: bool = False  # it is not one of transformers' attention functions, or adds a bias: it is not captured
     causal: bool | None = None  # None: the attention says whether no token attends to a later one
     reads_token_ids: bool = True  # the layers' tokens are those of the model's input_ids
-    packed: bool = False  # all pictures of a batch are one row of tokens (T,d)
+    packed: bool = False  # all images of a batch are one row of tokens (T,d)
     others: tuple["DenseFamily", ...] = ()  # rows of other layers of the family: of a decoder, or gated ones
 
     @property
@@ -71,8 +71,8 @@ class DenseLayer:
         return self.layer.get_submodule(self.family.down)
 
     @property
-    def of_pictures(self) -> bool:
-        """Whether its tokens are parts of pictures in a vision-language model."""
+    def of_images(self) -> bool:
+        """Whether its tokens are parts of images in a vision-language model."""
         return self.part in ("vision", "connector")
 
     @property

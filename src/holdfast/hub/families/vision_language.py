@@ -1,8 +1,8 @@
 """Vision-language models: where their parts are, and the rows of the layers in each part.
 
-    vision      the tower: its tokens are patches of pictures
+    vision      the tower: its tokens are patches of images
     connector   the network between both: it maps the tower's width to that of the language model
-    language    its tokens are those of `input_ids`, with image tokens in the places of pictures
+    language    its tokens are those of `input_ids`, with image tokens in the places of images
 
 A tower and a language model are dense families of their own (`DENSE_FAMILIES`, by the model types of their configs). A
 connector has no attention, and the width of its output may differ from that of its input.

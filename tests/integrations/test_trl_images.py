@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer on pictures: routers of every part have the gradients of a hand-written `loss + router_loss`.
+"""TRL's SFTTrainer on images: routers of every part have the gradients of a hand-written `loss + router_loss`.
 
 The processor is LLaVA's with SigLIP's image processor on Pillow, which needs no torchvision.
 """
@@ -50,19 +50,19 @@ def processor() -> Any:
         "image_token": "<image>",
         "chat_template": TEMPLATE,
     }
-    pictures = SiglipImageProcessorPil(size={"height": 16, "width": 16})
-    return transformers.LlavaProcessor(image_processor=pictures, tokenizer=words, **options)
+    images = SiglipImageProcessorPil(size={"height": 16, "width": 16})
+    return transformers.LlavaProcessor(image_processor=images, tokenizer=words, **options)
 
 
 def rows() -> Any:
-    """Questions about pictures of several sizes; the processor resizes them."""
+    """Questions about images of several sizes; the processor resizes them."""
     drawn = np.random.default_rng(0)
     sizes = [(16, 16), (20, 12), (9, 30), (24, 24)]
-    pictures = [Image.fromarray(drawn.integers(0, 255, (*size, 3), dtype=np.uint8)) for size in sizes]
+    images = [Image.fromarray(drawn.integers(0, 255, (*size, 3), dtype=np.uint8)) for size in sizes]
     return datasets.Dataset.from_list(
         [
             {
-                "images": [pictures[seed % 4]],
+                "images": [images[seed % 4]],
                 "messages": [
                     {"role": "user", "content": sentence(seed, 3)},
                     {"role": "assistant", "content": sentence(seed + 50, 2 + seed % 4)},
@@ -125,7 +125,7 @@ def test_router_losses_of_all_parts_train_as_if_added_by_hand(
         assert not any(".experts." in name for name in found)
 
 
-def test_it_trains_with_pictures_and_learns(tmp_path: Path) -> None:
+def test_it_trains_with_images_and_learns(tmp_path: Path) -> None:
     model = model_of("symphony+smooth", LOSSES, with_adapter=False)
     options = {"max_steps": 12, "learning_rate": 3e-3, "logging_steps": 1}
     trainer = trainer_of(model, tmp_path, 1, **options)
