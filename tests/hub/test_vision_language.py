@@ -10,6 +10,7 @@ from tiers import quick_or_slow
 from tiny import with_checkpointing
 from tiny_vlm import IMAGE, PARTS, batch, llava, qwen, smolvlm
 from torch import Tensor
+from trained_by_others import tokenizer
 from wording import assert_refused
 
 import holdfast
@@ -137,6 +138,15 @@ def test_routes_of_the_language_part_are_recorded_and_replayed(family: str) -> N
     assert_refused("are all of images", lambda: Routes.from_trace(traced, tower_only))
 
 
+def test_the_base_model_alone_has_parts_too(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, given = holdfast.sparsify(llava().model, experts=4, router="modality", parts=PARTS, noise=0.5), batch()
+    assert [layer.part for layer in moe_layers(model)] == ["vision"] * 3 + ["connector"] + ["language"] * 2
+    loaded = holdfast.load(holdfast.save(model, tmp_path / "saved"))
+    with torch.no_grad():
+        assert torch.equal(loaded(**given).last_hidden_state, model(**given).last_hidden_state)
+
+
 def test_activation_checkpointing_computes_the_same_gradients() -> None:
     for parts, router in ((PARTS, "modality+smooth"), (("vision", "language"), "ac")):
         gradients = []
@@ -187,6 +197,9 @@ def test_an_audit_takes_a_sparse_language_part_with_images_and_without() -> None
         for name in ("none", "batch.alone"):
             found = report.perturbations[name].overall
             assert found.flips == 0 and found.loss is not None and found.loss.before > 0
+    texts = ["w1 w2 w3 w4 w5", "w6 w7 w8"]
+    report = holdfast.audit(sparse(router="smoe", parts="language"), texts, tokenizer=tokenizer(), perturb=["none"])
+    assert report.data.kind == "texts" and report.perturbations["none"].overall.flips == 0
     packed = holdfast.audit(sparse("qwen", "smoe", parts="language"), [batch("qwen")], perturb=["batch"])
     assert "packed images" in packed.skipped["batch.alone"].reason
 
