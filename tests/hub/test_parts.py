@@ -177,6 +177,9 @@ def test_reroute_changes_the_parts_that_are_named() -> None:
     assert routers(model, "vision") == ["smoe"] * 3 and routers(model, "language") == ["smoe"] * 2
     one = holdfast.sparsify(llava(), experts=4, parts="vision")
     assert_refused("part 'language' has no MoE layer", holdfast.reroute, one, "symphony", parts="language")
+    for options in ({"layers": "last:1"}, {"router": "smooth@0"}):
+        given = {"router": "smooth", "parts": "connector", **options}
+        assert_refused("a connector is one layer, which `parts` chooses", holdfast.reroute, model, **given)
 
 
 def test_a_part_that_is_still_dense_can_be_made_sparse_later() -> None:
@@ -301,7 +304,7 @@ def test_captured_attention_of_both_towers_is_what_attention_computed(tower: str
 
 
 def test_a_later_patch_changes_the_route_of_an_earlier_one_and_a_later_word_does_not() -> None:
-    router = {"router": "similarity", "tau": 100.0, "noise": 0.5}
+    router: dict[str, Any] = {"router": "similarity", "tau": 100.0, "noise": 0.5}
     model, given = holdfast.sparsify(llava(), experts=4, parts=("vision", "language"), **router), batch()
     other = {**given, "pixel_values": given["pixel_values"].clone(), "input_ids": given["input_ids"].clone()}
     other["pixel_values"][1, :, -1, -1] += 1

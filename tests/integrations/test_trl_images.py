@@ -30,6 +30,7 @@ trl = pytest.importorskip("trl", reason="TRL is not installed")
 datasets = pytest.importorskip("datasets")
 peft = pytest.importorskip("peft")
 Image = pytest.importorskip("PIL.Image")
+pytest.importorskip("transformers.models.siglip.image_processing_pil_siglip", reason="this transformers needs torchvision")
 
 LOSSES = holdfast.Losses(balance=0.3, z=0.1)
 TEMPLATE = (
