@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from family_models import dense_inputs, tiny_dense
 from tiers import quick_or_slow
 from tiny import with_checkpointing
 from tiny_vlm import IMAGE, PARTS, batch, llava, qwen, smolvlm
@@ -98,15 +99,21 @@ def test_a_trace_has_all_layers_of_a_forward_and_of_generation() -> None:
     assert masks == [True] * 4 + [False] * 2
 
 
-def test_generation_in_training_mode_changes_no_state_of_a_tower() -> None:
-    model, given = sparse(router=ROUTER).train(), batch()
-    model(**labelled()).loss.backward()
+@pytest.mark.parametrize("family", ["llava", "t5"])
+def test_generation_in_training_mode_changes_no_state_of_an_encoder(family: str) -> None:
+    """`generate` runs it before the model's first forward."""
+    if family == "t5":
+        model, labels = holdfast.sparsify(tiny_dense("t5"), experts=4, router=ROUTER, noise=0.5), dense_inputs("t5")
+        given = {name: labels[name] for name in ("input_ids", "attention_mask")}
+    else:
+        model, labels, given = sparse(router=ROUTER), labelled(), batch()
+    model.train()(**labels).loss.backward()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     buffers = {name: value.clone() for name, value in model.named_buffers()}
     model.generate(**given, max_new_tokens=2, min_new_tokens=2, **GREEDY)
     for name, value in [*model.state_dict().items(), *model.named_buffers()]:
         assert torch.equal(value, {**before, **buffers}[name]), name
-    model(**labelled()).loss.backward()  # and it learns again afterwards
+    model(**labels).loss.backward()  # and it learns again afterwards
     assert any(not torch.equal(value, buffers[name]) for name, value in model.named_buffers())
 
 
