@@ -198,6 +198,7 @@ def test_a_model_with_fewer_experts_in_every_part_computes_what_disabled_ones_do
     torch.testing.assert_close(logits(pruned.model, given), expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_an_audit_takes_a_sparse_language_part_with_images_and_without() -> None:
     for given in (batch(), {"input_ids": torch.arange(3, 23).view(2, 10)}):
         report = holdfast.audit(sparse(router="smoe", parts="language"), [given], perturb=["none", "batch"])
@@ -234,6 +235,7 @@ def test_certificates_cover_every_part() -> None:
     assert [part.radius.numel() for layer in found.layers for part in layer.found] == [32] * 4 + [46] * 2  # without padding
 
 
+@pytest.mark.slow
 def test_an_adapter_of_the_language_model_learns_and_experts_stay() -> None:
     peft = pytest.importorskip("peft")
     model, given = sparse(router="smooth"), labelled()

@@ -61,6 +61,7 @@ def test_copied_experts_compute_what_the_dense_model_did_with_images_of_several_
     torch.testing.assert_close(after[real], before[real], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_folder_with_its_processor_opens_as_its_card_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pil_processor("siglip", "SiglipImageProcessorPil")
     processor = llava_processor()

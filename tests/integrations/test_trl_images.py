@@ -105,6 +105,7 @@ def test_router_losses_of_all_parts_train_as_if_added_by_hand(
         assert not any(".experts." in name for name in found)
 
 
+@pytest.mark.slow
 def test_it_trains_with_images_and_learns(tmp_path: Path) -> None:
     model = model_of("symphony+smooth", LOSSES, with_adapter=False)
     options = {"max_steps": 12, "learning_rate": 3e-3, "logging_steps": 1}
