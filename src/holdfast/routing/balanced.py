@@ -35,6 +35,7 @@ from holdfast.routing.declarations import (
     Cost,
     GateFunction,
     NoCertificate,
+    Shares,
     keep_best,
     selection_bytes,
 )
@@ -101,6 +102,7 @@ class ExpertChoice(Selector):
             cost=lambda sizes: Cost("selection", kept=selection_bytes(self.experts, sizes)),
             active=lambda sizes: active,
             conditions=self._conditions,
+            shares=lambda: Shares(self.k, "all"),
             equal_loads=True,
             refuses_dropout=BALANCES_ALL,
         )
@@ -240,6 +242,7 @@ class Sinkhorn(Selector, StatefulPart):
             cost=lambda sizes: Cost("selection", kept=selection_bytes(self.k, sizes), summed=summed, summed_again=summed),
             active=lambda sizes: active,
             conditions=self._conditions,
+            shares=lambda: None if self.k == 1 or self.has_bias else Shares(self.k, "nothing"),
             levels=self._levels,
             snapshot=self._snapshot,
             refuses_dropout=BALANCES_ALL,

@@ -40,6 +40,7 @@ from holdfast.routing.declarations import (
     Cost,
     GateFunction,
     NoCertificate,
+    Shares,
     keep_above,
     selection_bytes,
 )
@@ -102,6 +103,7 @@ class TopP(Selector):
             cost=lambda sizes: Cost("selection", kept=selection_bytes(self.experts, sizes)),
             active=lambda sizes: ActiveExperts(most, most, self.experts, "depends on the data; an upper bound"),
             conditions=lambda scores: keep_above(scores.gates, float(self.threshold()), "gates", at_least_one=True),
+            shares=lambda: Shares(None),
         )
 
 

@@ -1,0 +1,192 @@
+"""How much the weights of a layer's experts can change, and which experts can be in use, if a token moves by up to r.
+
+Everything follows from how far the difference of two keys can move, |d(l_f - l_e)| <= F_fe. Keys l are logits, or logarithms of
+informed gates. For linear logits F_fe = r |w_f - w_e|; for cosines it is that of the points on the sphere; after an expert graph
+it is r D for every pair, D the largest |w_e - w_f|, because a mean of exponentials moves no faster than its terms.
+
+**Where experts can be in use.** S are the k best experts at x, c the k-th key. Somewhere in the ball, k keys are at least the least
+key of S, and removing k - 1 experts leaves one that is at least the k-th. So the gap c - l_e of an expert stays between
+
+    low_e  = min over f in S of (l_f - l_e - F_fe)
+    high_e = max over f not in S of (l_f - l_e + F_fe)      if e is in S, and at least 0; else also over f = the k-th
+
+and R = S and {e : low_e < eps} (plain top-k, eps = 0: low_e <= 0). Within the certified radius of the routing S stays: R = S for
+plain top-k.
+
+**How far the weights move**, TV = 1/2 sum |g'_e - g_e|, the smallest of
+
+    tanh(F / 4)                                if R = S: a softmax over S; F the largest F_fe in R
+    F (1/4 + n (1 + s) / k)                    n = |R| - k, s the slope of the factor of the strip, in logits
+    sum of max(0, g_e - lower_e)               and the same with max(0, upper_e - g_e)
+    1
+
+The second is the length of the way of g: the k best move like a softmax, at most F / 4, and each of the n others adds at most
+(1 + s) F / k, its amount's speed over the sum of the amounts, which is at least k times exp(c). The third bounds every share by
+itself, lower_e = p_e / (p_e + sum over f in R of q_f exp(l_f - l_e + F_fe)), with p and q the smallest and the largest factor of
+the strip for gaps between low and high (top-k: 1 or 0, and only the k - 1 largest terms of the sum). It needs no slope, and is
+the smaller one where a strip is steep.
+
+If gates are not divided by their sum over the experts in use, the rest of the sum is the weight of a function that is 0. Then F
+is the largest of all experts, shares are those of a softmax over all experts, and the second bound does not apply. Gates after an
+expert graph A may have a sum above 1: they are divided by its largest column sum (`mass`), by which the bound is multiplied; then
+they are a mixture of a softmax, which moves no farther than that, and each gate stays between g_e exp(-F) and g_e exp(F).
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import final
+
+import torch
+from torch import Tensor
+
+from holdfast.certificates.router_conditions import CertifiedRouter
+from holdfast.routing.bounds import ABOVE
+from holdfast.routing.declarations import NoCertificate, Shares, best
+from holdfast.routing.parts import TINY
+
+ROUNDED = 1e-12  # of the largest key: rounding errors of differences of keys in float64
+LARGEST_POWER = 700.0  # exp of more may be infinite in float64
+
+
+@final
+@dataclass(frozen=True)
+class WeightChange:
+    """Weights of some tokens, and how far they move (see the docstring of this file).
+
+    described   the router at these tokens
+    distance    (T,): up to which perturbation each token keeps its set, or its hard core; in real numbers
+    chosen      (T,E) bool: the set, or the core, at the tokens
+    """
+
+    described: CertifiedRouter
+    shares: Shares
+    distance: Tensor
+    chosen: Tensor
+
+    @property
+    def of_all(self) -> bool:
+        """Whether the weights of the experts in use may sum to less than 1."""
+        return self.shares.divided_by != "set"
+
+    @cached_property
+    def mass(self) -> float:
+        """Return what the weights of the layer are, divided by `weights`: an upper bound of their sum."""
+        graph = self.described.graph
+        return float(graph.sum(0).max()) if self.shares.divided_by == "nothing" and graph is not None else 1.0
+
+    @cached_property
+    def keys(self) -> Tensor:
+        """Return l (T,E) in float64."""
+        values, gate, graph = self.described.scoring.values, self.described.gate.name, self.described.graph
+        if gate == "softmax" and graph is not None:
+            return (values.logits.softmax(-1) @ graph.t()).clamp_min(TINY).log()
+        return torch.nn.functional.logsigmoid(values.logits) if gate == "sigmoid" else values.logits
+
+    @cached_property
+    def _spans(self) -> Tensor:
+        """Return (T,E,E) or (1,E,E): F for a move by 1 of the points of the logits."""
+        values, experts = self.described.scoring.values, self.keys.shape[1]
+        if self.described.gate.name == "sigmoid":  # log(sigmoid) has slopes between 0 and 1
+            spans = values.slopes.unsqueeze(2) + values.slopes.unsqueeze(1)
+        elif self.described.graph is not None:
+            spans = values.diameters.view(-1, 1, 1).expand(-1, experts, experts)
+        else:
+            return values.expert_spans()
+        return spans * (1 - torch.eye(experts, dtype=spans.dtype, device=spans.device))
+
+    @cached_property
+    def weights(self) -> Tensor:
+        """Return g (T,E), as declared."""
+        if self.shares.equal:
+            return self.chosen / self.chosen.sum(1, keepdim=True).clamp_min(1).double()
+        factors = self.chosen.double()
+        if self.shares.best is not None:
+            last = self.keys.where(self.chosen, torch.inf).amin(1, keepdim=True)
+            factors = factors.maximum(self.shares.factor(last - self.keys).where(~self.chosen & (self.keys < last), 0.0))
+        if self._is_mixture:
+            return self.keys.exp() * factors / self.mass
+        amounts = (self.keys - self.keys.amax(1, keepdim=True)).exp()
+        return amounts * factors / (amounts if self.of_all else amounts * factors).sum(1, keepdim=True)
+
+    @property
+    def _is_mixture(self) -> bool:
+        return self.shares.divided_by == "nothing" and self.described.graph is not None
+
+    def within(self, radius: Tensor) -> tuple[Tensor, Tensor]:
+        """Return R (T,E) bool and TV (T,) for perturbations of up to `radius (T,)`."""
+        kept = radius < self.distance
+        everywhere = self.chosen | ~kept.unsqueeze(1)
+        if self.shares.equal:
+            return everywhere, (~kept).double()
+        scoring = self.described.scoring
+        far = scoring.point_distance(radius * scoring.point_speed).view(-1, 1, 1) * self._spans * ABOVE
+        far = far + ROUNDED * (1 + self.keys.abs().amax(1)).view(-1, 1, 1)
+        if self.shares.best is None:
+            change = torch.tanh(self._largest(far, everywhere) / 4)
+            return everywhere, (change * ABOVE).where(kept, 1.0)
+        return self._of_best(far, kept)
+
+    def _of_best(self, far: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+        shares, core, k = self.shares, self.chosen, self.shares.best
+        assert k is not None
+        ahead = self.keys.unsqueeze(2) - self.keys.unsqueeze(1)  # (T,f,e): l_f - l_e
+        last = best(-self.keys.where(core, torch.inf), 1)
+        low = (ahead - far).where(core.unsqueeze(2), torch.inf).amin(1)
+        reaching = (low < shares.width) if shares.width > 0 else (low <= 0) & ~kept.unsqueeze(1)
+        reach = core | reaching
+        may_lead = ~core.unsqueeze(2) | (last.unsqueeze(2) & ~core.unsqueeze(1))
+        high = (ahead + far).where(may_lead, -torch.inf).amax(1)
+        sure = core & (kept.unsqueeze(1) | (high < 0))
+        most = shares.factor(low).where(reach, 0.0).where(~core, 1.0)
+        least = (shares.factor(high.clamp_min(0)) if shares.width > 0 else torch.zeros_like(high)).where(~sure, 1.0)
+        box = self._by_share(ahead, far, least, most)
+        extra = reach.sum(1) - k
+        largest = self._largest(far, reach)
+        steady = torch.tanh(largest / 4)
+        way = torch.full_like(steady, torch.inf) if self.of_all else largest * (0.25 + extra * (1 + shares.slope) / k)
+        change = torch.where(extra == 0, steady, way.nan_to_num(nan=torch.inf)).minimum(box)
+        return reach, (change * ABOVE).clamp_max(1)
+
+    def _by_share(self, ahead: Tensor, far: Tensor, least: Tensor, most: Tensor) -> Tensor:
+        """Return the bound (T,) that bounds every share by itself; `least` and `most` (T,E) are the factors p and q."""
+        self_pair = torch.eye(ahead.shape[1], dtype=torch.bool, device=ahead.device)
+        above = (ahead + far).clamp_max(LARGEST_POWER).exp().masked_fill(self_pair, 0.0)
+        below = (ahead - far).clamp_max(LARGEST_POWER).exp().masked_fill(self_pair, 0.0)
+        if self._is_mixture:
+            gates, farthest = self.keys.exp() / self.mass, far.amax(1)
+            lower, upper = least * gates * (-farthest).exp(), most * gates * farthest.clamp_max(LARGEST_POWER).exp()
+        elif self.of_all:
+            lower, upper = least / (1 + above.sum(1)), most / (1 + below.sum(1))
+        else:
+            above, below = above * most.unsqueeze(2), below * least.unsqueeze(2)
+            if self.shares.width == 0:
+                assert self.shares.best is not None
+                above = above.topk(self.shares.best - 1, dim=1).values
+            lower, upper = least / (least + above.sum(1)), most / (most + below.sum(1))
+        falls = (self.weights - lower.nan_to_num(nan=0.0)).clamp_min(0).sum(1)
+        rises = (upper.nan_to_num(nan=0.0) - self.weights).clamp_min(0).sum(1)
+        return falls.maximum(rises) if self.of_all else falls.minimum(rises)
+
+    def _largest(self, far: Tensor, reach: Tensor) -> Tensor:
+        """Return the largest F (T,) of two experts in R, or of any two if shares are those of all experts."""
+        if self.of_all:
+            return far.flatten(1).amax(1)
+        return (far * (reach.unsqueeze(2) & reach.unsqueeze(1))).flatten(1).amax(1)
+
+
+def declared_shares(described: CertifiedRouter) -> Shares:
+    """Return how a router declares its weights; raise NoCertificate, with the reason, if the output has no known bound."""
+    shares = None if described.shares is None else described.shares()
+    unknown = f"no bound of the output is known for {described.declared_by}"
+    if shares is None:
+        raise NoCertificate(f"{unknown}: it does not declare how weights follow from scores")
+    if described.mixing is not None:
+        raise NoCertificate(f"{unknown}: tokens of a sequence share their gates")
+    if shares.equal:
+        return shares
+    gate, graph = described.gate.name, described.graph
+    if gate not in ("softmax", "sigmoid") or (gate == "sigmoid" and (graph is not None or shares.best is not None)):
+        raise NoCertificate(f"{unknown}: no bound is known for shares of its gates, {gate!r}, or after an informer")
+    if gate == "sigmoid" and described.scoring.shifted:
+        raise NoCertificate(f"{unknown}: the score declares only differences of logits")
+    return shares
