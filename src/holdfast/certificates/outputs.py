@@ -2,12 +2,13 @@
 
     y(x) = s sum_e g_e(x) f_e(x) + f_shared(x),  weights g that sum to 1
 
-    |y(x') - y(x)| <= s (TV(r) max over e, f in R of |f_e(x) - f_f(x)| + max over e in R of M_e(r)) + M_shared(r)
+    |y(x') - y(x)| <= s (TV max over e, f in R of |f_e(x) - f_f(x)| + M) + M_shared
+    M = min(max over R of M_e,  sum_e g_e(x) M_e + TV (max over R of M_e - min over R of M_e))
 
 because y(x') - y(x) = s sum_e (g'_e - g_e) f_e(x) + s sum_e g'_e (f_e(x') - f_e(x)) + the change of the shared expert, and the
 differences g' - g sum to 0. R are the experts that can be in use anywhere in the ball and TV is how much of the weights can move
 (`weight_change`), M_e is how far an expert's output can move (`networks`). If the weights sum to less than 1, a function that is 0
-has the rest: it belongs to R.
+has the rest: it belongs to R, with M = 0.
 
 The bound is for the layer in real numbers, with the weights that it has. It is computed in float64, and its own rounding is added.
 What float32 or bfloat16 rounds in a forward is not included.
@@ -168,9 +169,12 @@ def _bounds(parts: LayerParts, moving: WeightChange, rows: Tensor, limits: Tenso
     for radius in limits.unbind(1):
         reach, change = moving.within(radius)
         widest = (apart * (reach.unsqueeze(1) & reach.unsqueeze(2))).flatten(1).amax(1)
+        moves = experts.move(radius)
+        farthest, nearest = (moves * reach).amax(1), moves.where(reach, torch.inf).amin(1)
         if moving.of_all:
-            widest = widest.maximum((alone * reach).amax(1))
-        bound = scale * (change * widest + (experts.move(radius) * reach).amax(1))
+            widest, nearest = widest.maximum((alone * reach).amax(1)), torch.zeros_like(nearest)
+        move = farthest.minimum((moving.weights * moves).sum(1) + change * (farthest - nearest))
+        bound = scale * (change * widest + move)
         bounds.append((bound if shared is None else bound + shared.move(radius).squeeze(1)) * ABOVE)
         changes.append(change)
         reaches.append(reach)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from holdfast.certificates import LayerParts, Networks, NoCertificate
 from holdfast.kernels.torch_internals import is_exporting
 from holdfast.layers.expert_losses import Teacher, of_experts
-from holdfast.layers.experts import ACTIVATIONS, Activation, Experts, resolve_activation, slope_of
+from holdfast.layers.experts import Activation, Experts, resolve_activation, slope_of
 from holdfast.layers.gradient_scaling import gradient_factors
 from holdfast.layers.losses import Losses
 from holdfast.routing import Context, Router, Routing
@@ -231,33 +231,26 @@ def name_layers(model: nn.Module) -> nn.Module:
     return model
 
 
-def network_of(module: nn.Module, activation: str | None = None) -> Networks:
+def network_of(module: nn.Module, switch: Tensor | None = None) -> Networks:
     """Return a dense feed-forward network with the submodules of `FeedForward`, as certificates read it.
 
-    activation   the name of its activation, if it is another library's; None: it is a `FeedForward`
-
-    Raise NoCertificate for other modules.
+    It may be another library's, with its activation as `act_fn`. `switch (d,)` as in `Networks`. Raise NoCertificate for others.
     """
-    if isinstance(module, FeedForward):
-        activation = next((name for name, function in ACTIVATIONS.items() if function is module.activation), None)
-    parts = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
-    gate, up, down = parts
-    linear = all(type(part) is nn.Linear for part in (up, down)) and (gate is None or type(gate) is nn.Linear)
-    if not linear or (activation is None and not isinstance(module, FeedForward)):
-        raise NoCertificate(f"no bound of the output is known for a shared expert that is a {type(module).__name__}")
-    slope = slope_of(activation)
-    assert isinstance(up, nn.Linear) and isinstance(down, nn.Linear) and activation is not None
+    gate, up, down = (getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj"))
+    activation = getattr(module, "activation", getattr(module, "act_fn", None))
     ups = [up] if gate is None else [gate, up]
-    has_bias = any(part.bias is not None for part in ups)
-    zeros = [torch.zeros_like(part.weight[:, 0]) if part.bias is None else part.bias for part in ups]
+    if activation is None or not all(type(part) is nn.Linear for part in (*ups, down)):
+        raise NoCertificate(f"no bound of the output is known for a shared expert that is a {type(module).__name__}")
+    biases = [torch.zeros_like(part.weight[:, 0]) if part.bias is None else part.bias for part in (*ups, down)]
     return Networks(
         torch.cat([part.weight for part in ups]).unsqueeze(0),
         down.weight.unsqueeze(0),
-        ACTIVATIONS[activation],
-        slope,
+        activation,
+        slope_of(activation),
         gate is not None,
-        torch.cat(zeros).unsqueeze(0) if has_bias else None,
-        None if down.bias is None else down.bias.unsqueeze(0),
+        torch.cat(biases[:-1]).unsqueeze(0),
+        biases[-1].unsqueeze(0),
+        switch,
     )
 
 
