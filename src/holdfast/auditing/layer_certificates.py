@@ -1,7 +1,7 @@
 """Certificates of a model's MoE layers, for the tokens that reach them in real forwards.
 
-`certify_model` certifies every layer on some data, and bounds the change of its output on request. `Undecided` counts the tokens that could flip in a shorter dtype, and how
-many of them do (`flips_when_rounded`).
+`certify_model` certifies every layer on some data, and bounds the change of its output on request. `Undecided` counts the tokens
+that could flip in a shorter dtype, and how many of them do (`flips_when_rounded`).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -129,7 +129,9 @@ def gate_inputs(call: RouterCall) -> tuple[Tensor, Any]:
     return (call.tokens, call.context) if isinstance(call.route, Router) else (call.tokens.flatten(0, -2), None)
 
 
-def certify_layer_output(parts: LayerParts, layer: int, observed: Observation, radii: tuple[float, ...]) -> OutputCertificate:
+def certify_layer_output(
+    parts: LayerParts, layer: int, observed: Observation, radii: tuple[float, ...]
+) -> OutputCertificate:
     """Bound the change of one layer's output in one forward, at these relative radii; return rows of real tokens."""
     tokens, context = gate_inputs(observed.router_calls[layer])
     record, real = observed.layers[layer], observed.real(layer)
@@ -207,7 +209,7 @@ class LayerCertificates:
     def _bound_output(
         self, audited: AuditedModel, observed: Observation, radii: tuple[float, ...]
     ) -> list[OutputCertificate]:
-        """Return the bounds of the output for one batch, as a list of one; empty, with the reason noted, if there are none."""
+        """Return the bounds of the output for one batch in a list; an empty one, with the reason noted, if there are none."""
         if not radii or self.no_outputs is not None:
             return []
         try:

@@ -62,7 +62,9 @@ class Networks:
             return NetworksAtTokens(outputs, moves)
         weight = self.switch.detach().to(tokens)
         opened = torch.sigmoid(tokens @ weight).unsqueeze(1)
-        return NetworksAtTokens(outputs * opened.unsqueeze(-1), moves, opened, float(weight.norm()) / 4, outputs.norm(dim=-1))
+        return NetworksAtTokens(
+            outputs * opened.unsqueeze(-1), moves, opened, float(weight.norm()) / 4, outputs.norm(dim=-1)
+        )
 
     def _one(self, number: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return the outputs (T,d) of one network, and the coefficients (T,5) of its move: see `NetworksAtTokens`."""

@@ -8,7 +8,8 @@
 because y(x') - y(x) = s sum_e (g'_e - g_e) f_e(x) + s sum_e g'_e (f_e(x') - f_e(x)) + the change of the shared expert, and the
 differences g' - g sum to 0. R are the experts that can be in use anywhere in the ball and TV is how much of the weights can move
 (`weight_change`), M_e is how far an expert's output can move (`networks`). If the weights sum to less than 1, a function that is 0
-has the rest: it belongs to R, with M = 0.
+has the rest: it belongs to R, with M = 0. If every weight moves by itself (sigmoids or ReLUs that are not divided by their sum),
+the bound in brackets is sum_e (the largest |g'_e - g_e|) |f_e(x)| + sum_e (the largest g'_e) M_e.
 
 The bound is for the layer in real numbers, with the weights that it has. It is computed in float64, and its own rounding is added.
 What float32 or bfloat16 rounds in a forward is not included.
@@ -29,7 +30,7 @@ from holdfast.certificates.router_conditions import CertifiedRouter, Gate
 from holdfast.certificates.weight_change import WeightChange, declared_shares
 from holdfast.routing import Context, Router
 from holdfast.routing.bounds import ABOVE
-from holdfast.routing.declarations import NoCertificate
+from holdfast.routing.declarations import NoCertificate, best
 
 MOST_ELEMENTS = 2**22  # of the largest tensor; more tokens are processed in several steps
 WRONG_WEIGHT = 1e-3  # a larger difference between a declared and a computed weight is not rounding
@@ -122,25 +123,31 @@ def certify_output(
     shares = declared_shares(described)
     arithmetic = Arithmetic.of(torch.float32) if isinstance(parts.router, Router) else None
     found = certify_described(described, described.real.shape, "l2", arithmetic)
-    chosen = [problem.conditions.chosen for _, problem in described.problems()]
+    sets = torch.cat([problem.conditions.chosen for _, problem in described.problems()]) if described.real.numel() else None
     computed = None
     if isinstance(parts.router, Router):
         batch = tokens.detach().unsqueeze(0) if tokens.dim() == 2 else tokens.detach()
         routing = parts.router(batch, context)
         computed = routing.dense_weights / parts.router.scale
-        chosen = [routing.chosen] if shares.equal else chosen
+        sets = routing.chosen if shares.equal else sets
     rows = tokens.detach().reshape(-1, tokens.shape[-1]).where(described.real.view(-1, 1), 0.0).double()
     lengths = rows.norm(dim=1) if relative else torch.ones_like(rows[:, 0])
     limits = torch.tensor(given, dtype=torch.float64, device=rows.device) * lengths.unsqueeze(1)
-    if not len(rows):
+    if sets is None:
         return _empty(described, limits, tokens.shape[:-1], given, relative)
-    sets, distance, sure = torch.cat(chosen), found.distance.flatten(), found.radius.flatten() > 0
+    distance, sure = found.distance.flatten(), found.radius.flatten() > 0
     results = []
     for part in torch.arange(len(rows), device=rows.device).split(_at_a_time(parts)):
         at = slice(int(part[0]), int(part[-1]) + 1)
         moving = WeightChange(_rows(described, at), shares, distance[at], sets[at])
+        if shares.best is not None:
+            moving = replace(moving, chosen=best(moving.keys, shares.best))
         if computed is not None:
-            wrong = ((moving.mass * moving.weights - computed[at]).abs().amax(1) > WRONG_WEIGHT) & sure[at] & described.real.flatten()[at]
+            wrong = (
+                ((moving.mass * moving.weights - computed[at]).abs().amax(1) > WRONG_WEIGHT)
+                & sure[at]
+                & described.real.flatten()[at]
+            )
             if wrong.any():
                 how = f"{int(wrong.sum())} tokens have other weights than the router's parts declare, beyond rounding error"
                 raise ValueError(f"{how}; a router with wrong declarations cannot be certified.")
@@ -167,9 +174,16 @@ def _bounds(parts: LayerParts, moving: WeightChange, rows: Tensor, limits: Tenso
     alone, scale = experts.outputs.norm(dim=-1), parts.scale * moving.mass
     bounds, changes, reaches = [], [], []
     for radius in limits.unbind(1):
+        moves = experts.move(radius)
+        if moving.alone:
+            reach, each, largest = moving.each(radius)
+            bound = parts.scale * ((each * alone).sum(1) + (largest * moves).sum(1))
+            bounds.append((bound if shared is None else bound + shared.move(radius).squeeze(1)) * ABOVE)
+            changes.append(each.sum(1) / 2)
+            reaches.append(reach)
+            continue
         reach, change = moving.within(radius)
         widest = (apart * (reach.unsqueeze(1) & reach.unsqueeze(2))).flatten(1).amax(1)
-        moves = experts.move(radius)
         farthest, nearest = (moves * reach).amax(1), moves.where(reach, torch.inf).amin(1)
         if moving.of_all:
             widest, nearest = widest.maximum((alone * reach).amax(1)), torch.zeros_like(nearest)

@@ -30,8 +30,12 @@ If gates are not divided by their sum over the experts in use, the rest of the s
 is the largest of all experts, shares are those of a softmax over all experts, and the second bound does not apply. Gates after an
 expert graph A may have a sum above 1: they are divided by its largest column sum (`mass`), by which the bound is multiplied; then
 they are a mixture of a softmax, which moves no farther than that, and each gate stays between g_e exp(-F) and g_e exp(F).
+
+If gates are sigmoids or ReLUs and are not divided by anything (`alone`), every gate moves by itself: it stays between the gates of
+l_e - r |w_e| and l_e + r |w_e|, times 0 and 1 where an expert may leave or enter.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import final
@@ -45,6 +49,7 @@ from holdfast.routing.declarations import NoCertificate, Shares, best
 from holdfast.routing.parts import TINY
 
 ROUNDED = 1e-12  # of the largest key: rounding errors of differences of keys in float64
+GATES: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "relu": torch.relu}  # that can be `alone`
 LARGEST_POWER = 700.0  # exp of more may be infinite in float64
 
 
@@ -55,13 +60,18 @@ class WeightChange:
 
     described   the router at these tokens
     distance    (T,): up to which perturbation each token keeps its set, or its hard core; in real numbers
-    chosen      (T,E) bool: the set, or the core, at the tokens
+    chosen      (T,E) bool: the sets at the tokens, without experts in strips
     """
 
     described: CertifiedRouter
     shares: Shares
     distance: Tensor
     chosen: Tensor
+
+    @property
+    def gate(self) -> str:
+        """The name of the function from logits to amounts."""
+        return (self.shares.gate or self.described.gate).name
 
     @property
     def of_all(self) -> bool:
@@ -77,16 +87,21 @@ class WeightChange:
     @cached_property
     def keys(self) -> Tensor:
         """Return l (T,E) in float64."""
-        values, gate, graph = self.described.scoring.values, self.described.gate.name, self.described.graph
+        values, gate, graph = self.described.scoring.values, self.gate, self.described.graph
         if gate == "softmax" and graph is not None:
             return (values.logits.softmax(-1) @ graph.t()).clamp_min(TINY).log()
-        return torch.nn.functional.logsigmoid(values.logits) if gate == "sigmoid" else values.logits
+        return torch.nn.functional.logsigmoid(values.logits) if gate == "sigmoid" and not self.alone else values.logits
+
+    @property
+    def alone(self) -> bool:
+        """Whether every weight moves by itself: weights are gates, and gates are not a softmax."""
+        return self.shares.divided_by == "nothing" and self.gate != "softmax"
 
     @cached_property
     def _spans(self) -> Tensor:
         """Return (T,E,E) or (1,E,E): F for a move by 1 of the points of the logits."""
         values, experts = self.described.scoring.values, self.keys.shape[1]
-        if self.described.gate.name == "sigmoid":  # log(sigmoid) has slopes between 0 and 1
+        if self.gate == "sigmoid" and not self.alone:  # log(sigmoid) has slopes between 0 and 1
             spans = values.slopes.unsqueeze(2) + values.slopes.unsqueeze(1)
         elif self.described.graph is not None:
             spans = values.diameters.view(-1, 1, 1).expand(-1, experts, experts)
@@ -100,9 +115,11 @@ class WeightChange:
         if self.shares.equal:
             return self.chosen / self.chosen.sum(1, keepdim=True).clamp_min(1).double()
         factors = self.chosen.double()
-        if self.shares.best is not None:
+        if self.shares.width > 0:
             last = self.keys.where(self.chosen, torch.inf).amin(1, keepdim=True)
-            factors = factors.maximum(self.shares.factor(last - self.keys).where(~self.chosen & (self.keys < last), 0.0))
+            factors = factors.maximum(self.shares.factor(last - self.keys))
+        if self.alone:
+            return GATES[self.gate](self.keys) * factors
         if self._is_mixture:
             return self.keys.exp() * factors / self.mass
         amounts = (self.keys - self.keys.amax(1, keepdim=True)).exp()
@@ -118,17 +135,44 @@ class WeightChange:
         everywhere = self.chosen | ~kept.unsqueeze(1)
         if self.shares.equal:
             return everywhere, (~kept).double()
-        scoring = self.described.scoring
-        far = scoring.point_distance(radius * scoring.point_speed).view(-1, 1, 1) * self._spans * ABOVE
-        far = far + ROUNDED * (1 + self.keys.abs().amax(1)).view(-1, 1, 1)
+        far = self._farthest(radius, self._spans)
         if self.shares.best is None:
             change = torch.tanh(self._largest(far, everywhere) / 4)
             return everywhere, (change * ABOVE).where(kept, 1.0)
         return self._of_best(far, kept)
 
+    def each(self, radius: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return R (T,E) bool, how far each weight moves (T,E), and its largest value (T,E), if weights are `alone`."""
+        kept, gate = radius < self.distance, GATES[self.gate]
+        most = (self.chosen | ~kept.unsqueeze(1)).double()
+        least = (self.chosen & kept.unsqueeze(1)).double()
+        if self.shares.best is not None:
+            _, _, least, most = self._factors(self._farthest(radius, self._spans), kept)
+        far = self._farthest(radius, self.described.scoring.values.slopes.unsqueeze(1)).squeeze(1)
+        lower, upper = gate(self.keys - far) * least, gate(self.keys + far) * most
+        return upper > 0, (upper - self.weights).maximum(self.weights - lower) * ABOVE, upper * ABOVE
+
+    def _farthest(self, radius: Tensor, speeds: Tensor) -> Tensor:
+        """Return how far something with these `speeds (T,n,n)` can move, rounded up."""
+        scoring = self.described.scoring
+        far = scoring.point_distance(radius * scoring.point_speed).view(-1, 1, 1) * speeds * ABOVE
+        return far + ROUNDED * (1 + self.keys.abs().amax(1)).view(-1, 1, 1)
+
     def _of_best(self, far: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-        shares, core, k = self.shares, self.chosen, self.shares.best
+        shares, k = self.shares, self.shares.best
         assert k is not None
+        ahead, reach, least, most = self._factors(far, kept)
+        box = self._by_share(ahead, far, least, most)
+        extra = reach.sum(1) - k
+        largest = self._largest(far, reach)
+        steady = torch.tanh(largest / 4)
+        way = torch.full_like(steady, torch.inf) if self.of_all else largest * (0.25 + extra * (1 + shares.slope) / k)
+        change = torch.where(extra == 0, steady, way.nan_to_num(nan=torch.inf)).minimum(box)
+        return reach, (change * ABOVE).clamp_max(1)
+
+    def _factors(self, far: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return l_f - l_e (T,f,e), R (T,E), and the smallest and the largest factor (T,E) of each expert."""
+        shares, core = self.shares, self.chosen
         ahead = self.keys.unsqueeze(2) - self.keys.unsqueeze(1)  # (T,f,e): l_f - l_e
         last = best(-self.keys.where(core, torch.inf), 1)
         low = (ahead - far).where(core.unsqueeze(2), torch.inf).amin(1)
@@ -139,13 +183,7 @@ class WeightChange:
         sure = core & (kept.unsqueeze(1) | (high < 0))
         most = shares.factor(low).where(reach, 0.0).where(~core, 1.0)
         least = (shares.factor(high.clamp_min(0)) if shares.width > 0 else torch.zeros_like(high)).where(~sure, 1.0)
-        box = self._by_share(ahead, far, least, most)
-        extra = reach.sum(1) - k
-        largest = self._largest(far, reach)
-        steady = torch.tanh(largest / 4)
-        way = torch.full_like(steady, torch.inf) if self.of_all else largest * (0.25 + extra * (1 + shares.slope) / k)
-        change = torch.where(extra == 0, steady, way.nan_to_num(nan=torch.inf)).minimum(box)
-        return reach, (change * ABOVE).clamp_max(1)
+        return ahead, reach, least, most
 
     def _by_share(self, ahead: Tensor, far: Tensor, least: Tensor, most: Tensor) -> Tensor:
         """Return the bound (T,) that bounds every share by itself; `least` and `most` (T,E) are the factors p and q."""
@@ -184,9 +222,12 @@ def declared_shares(described: CertifiedRouter) -> Shares:
         raise NoCertificate(f"{unknown}: tokens of a sequence share their gates")
     if shares.equal:
         return shares
-    gate, graph = described.gate.name, described.graph
-    if gate not in ("softmax", "sigmoid") or (gate == "sigmoid" and (graph is not None or shares.best is not None)):
-        raise NoCertificate(f"{unknown}: no bound is known for shares of its gates, {gate!r}, or after an informer")
-    if gate == "sigmoid" and described.scoring.shifted:
+    gate, graph = (shares.gate or described.gate).name, described.graph
+    divided = shares.divided_by != "nothing"
+    if gate != "softmax" and graph is not None:
+        raise NoCertificate(f"{unknown}: an informer changes its gates, which are not a softmax")
+    if gate not in ("softmax", *GATES) or (divided and (gate == "relu" or (gate == "sigmoid" and shares.best is not None))):
+        raise NoCertificate(f"{unknown}: no bound is known for weights from its gates, {gate!r}")
+    if gate != "softmax" and described.scoring.shifted:
         raise NoCertificate(f"{unknown}: the score declares only differences of logits")
     return shares

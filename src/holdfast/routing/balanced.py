@@ -30,6 +30,7 @@ from holdfast.kernels.select import top
 from holdfast.routing.declarations import (
     FLOAT,
     INTEGER,
+    SIGMOID,
     ActiveExperts,
     Conditions,
     Cost,
@@ -303,6 +304,7 @@ class BaseAssignment(Selector):
             cost=lambda sizes: Cost("selection", kept=selection_bytes(self.k, sizes), gathered=FLOAT * self.experts),
             active=lambda sizes: ActiveExperts(self.k, self.k, self.k),
             conditions=lambda scores: keep_best(scores.key, self.k, scores.compares),
+            shares=lambda: Shares(self.k, "nothing", gate=SIGMOID),
             refuses_informers=NOT_BY_GATES,
             refuses_dropout=BALANCES_ALL,
         )

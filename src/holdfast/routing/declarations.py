@@ -158,6 +158,7 @@ class Shares:
     factor      from gaps, the k-th key minus that of an expert, to factors: 1 up to 0, 0 from `width` on, not increasing
     slope       the largest slope of `factor`; infinite if it has no bound
     equal       True: all experts of the set have equal weights
+    gate        what amounts are instead of the gates that the selector reads; None: these gates
     """
 
     best: int | None
@@ -166,6 +167,7 @@ class Shares:
     factor: Callable[[Tensor], Tensor] = _is_core
     slope: float = math.inf
     equal: bool = False
+    gate: GateFunction | None = None
 
 
 @final

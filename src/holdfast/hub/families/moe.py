@@ -85,9 +85,7 @@ class BestGates(Rule):
         return normalise(gates) if self.renormalise else gates
 
     def shares(self, k: int) -> Shares | None:
-        if self.renormalise:
-            return Shares(None)
-        return Shares(None, "nothing") if self.gate.name == SOFTMAX.name else None
+        return Shares(None, "set" if self.renormalise else "nothing")
 
     def conditions(self, scores: Scores, k: int) -> Conditions | None:
         has_groups = self.groups_kept < self.groups
