@@ -61,7 +61,7 @@ class OutputCertificate:
 
     radii: Tensor  # (...,R) float64: largest perturbations, in l2
     bound: Tensor  # (...,R) float64: the largest change of the output, in l2
-    change: Tensor  # (...,R) float64: TV, how much of the weights can move to other experts
+    change: Tensor  # (...,R) float64: TV, how much of the weights can move: a bound of half the sum of |g' - g|
     reach: Tensor  # (...,R,E) bool: the experts that can be in use
     lengths: Tensor  # (...) float64: |y(x)|
     real: Tensor  # (...) bool: False for padding
@@ -190,7 +190,7 @@ def _bounds(parts: LayerParts, moving: WeightChange, rows: Tensor, limits: Tenso
         move = farthest.minimum((moving.weights * moves).sum(1) + change * (farthest - nearest))
         bound = scale * (change * widest + move)
         bounds.append((bound if shared is None else bound + shared.move(radius).squeeze(1)) * ABOVE)
-        changes.append(change)
+        changes.append(moving.mass * change)
         reaches.append(reach)
     outputs = scale * (moving.weights.unsqueeze(-1) * experts.outputs).sum(1)
     outputs = outputs if shared is None else outputs + shared.outputs.squeeze(1)
@@ -210,6 +210,6 @@ def _rows(described: CertifiedRouter, at: slice) -> CertifiedRouter:
 def _empty(
     described: CertifiedRouter, limits: Tensor, shape: torch.Size, given: tuple[float, ...], relative: bool
 ) -> OutputCertificate:
-    none, experts = limits.view(*shape, -1), described.scoring.planes.experts
+    none, experts = limits.view(*shape, len(given)), described.scoring.planes.experts
     reach = torch.zeros(*shape, len(given), experts, dtype=torch.bool, device=limits.device)
-    return OutputCertificate(none, none, none, reach, none[..., 0], described.real.view(shape), given, relative)
+    return OutputCertificate(none, none, none, reach, limits.new_zeros(shape), described.real.view(shape), given, relative)

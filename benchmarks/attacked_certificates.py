@@ -1,6 +1,6 @@
 """Attack certificates: no token may flip inside its radius, and no output may change by more than its bound.
 
-    python benchmarks/certificates.py --out FILE    # about ten minutes on two cores
+    python benchmarks/attacked_certificates.py --out FILE    # about ten minutes on two cores
 
 Every router that declares conditions, with random weights after a few training batches. Routes are attacked with
 `attack_routes` at exactly the certified radius, outputs with `attack_outputs` at three radii. Printed for each router: how many
