@@ -3,9 +3,9 @@
     python benchmarks/attacked_certificates.py --out FILE    # about ten minutes on two cores
 
 Every router that declares conditions, with random weights after a few training batches. Routes are attacked with
-`attack_routes` at exactly the certified radius, outputs with `attack_outputs` at three radii. Printed for each router: how many
-(token, router) pairs were attacked, how many of them are unsound, and how tight the certificates are: the radius over the
-smallest flip found within four radii, and the largest change found over its bound.
+`attack_routes` at exactly the certified radius, outputs with `attack_outputs` at three radii. Printed for each router: how
+many (token, router) pairs were attacked, how many of them are unsound, and how tight the certificates are: the radius over
+the smallest flip found within four radii, and the largest change found over its bound.
 """
 
 import argparse
@@ -123,7 +123,9 @@ def main() -> None:
     results: dict[str, dict[str, Any]] = {}
     for name in arguments.routers:
         subject, results[name] = subject_of(name, ROUTERS.get(name, {}), arguments.seed), {}
-        for what, count, attacked in zip(("routes", "outputs"), arguments.tokens, (attacked_routes, attacked_outputs), strict=True):
+        for what, count, attacked in zip(
+            ("routes", "outputs"), arguments.tokens, (attacked_routes, attacked_outputs), strict=True
+        ):
             tokens = subject.tokens(count // LENGTH, LENGTH, seed=arguments.seed + 1)
             try:
                 row = attacked(subject, tokens, subject.context(tokens), arguments.seed)

@@ -94,7 +94,9 @@ def test_a_layer_that_computes_something_else_besides_its_experts_is_not_bounded
     model = tiny("mixtral")
     for layer in model.model.layers:
         layer.mlp.register_forward_hook(lambda module, given, output: output + given[0])
-    assert "its output is not that of its router" in str(certify_model(model, [inputs()], outputs=RADII).layers[0].no_outputs)
+    assert "its output is not that of its router" in str(
+        certify_model(model, [inputs()], outputs=RADII).layers[0].no_outputs
+    )
     model = tiny("mixtral")
     model.model.layers[0].mlp.extra = nn.Linear(4, 4)
     assert "with extra" in str(certify_model(model, [inputs()], outputs=RADII).layers[0].no_outputs)

@@ -152,8 +152,7 @@ def naive_reach(weight: Tensor, x: Tensor, k: int, r: float, width: float) -> li
     logits = [float(row @ x) for row in weight]
     best = sorted(range(len(logits)), key=lambda e: (-logits[e], e))[:k]
     return [
-        e in best
-        or min(logits[f] - logits[e] - r * float((weight[f] - weight[e]).norm()) for f in best) < (width or 1e-300)
+        e in best or min(logits[f] - logits[e] - r * float((weight[f] - weight[e]).norm()) for f in best) < (width or 1e-300)
         for e in range(len(logits))
     ]
 

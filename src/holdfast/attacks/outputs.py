@@ -2,9 +2,9 @@
 
     maximise  |y(x') - y(x)|  over  |x' - x| <= budget, in l2
 
-PGD (Madry et al. 2018) climbs from many starts: random directions, and the normals of the planes at which an expert leaves and
-another enters, at the whole budget and just past the plane. Gradients do not see the jump of a hard top-k at such a plane, so
-only a start beyond it finds it. It is an attack on the bounds of `holdfast.certificates.certify_output`.
+PGD (Madry et al. 2018) climbs from many starts: random directions, and the normals of the planes at which an expert leaves
+and another enters, at the whole budget and just past the plane. Gradients do not see the jump of a hard top-k at such a
+plane, so only a start beyond it finds it. It is an attack on the bounds of `holdfast.certificates.certify_output`.
 
 T tokens as rows (T,d), E experts
 """
@@ -16,7 +16,16 @@ from typing import final
 import torch
 from torch import Tensor
 
-from holdfast.attacks.threat import check_budget, check_count, check_seed, derived_seed, direction, distances, gradient, project
+from holdfast.attacks.threat import (
+    check_budget,
+    check_count,
+    check_seed,
+    derived_seed,
+    direction,
+    distances,
+    gradient,
+    project,
+)
 from holdfast.routing import Routing
 
 PAST = 1.001  # a start beyond a plane, in distances to it
@@ -58,7 +67,7 @@ def attack_outputs(
         raise ValueError(f"tokens are {tokens.dtype} of shape {tuple(tokens.shape)}; expected finite rows, (T, d).")
     if isinstance(budget, Tensor):
         if budget.shape != tokens.shape[:1] or not (budget >= 0).all() or not budget.isfinite().all():
-            raise ValueError(f"budget has shape {tuple(budget.shape)}; expected a finite number >= 0 for each of the tokens.")
+            raise ValueError(f"budget has shape {tuple(budget.shape)}; expected a finite number >= 0 for each token.")
         budgets = budget.double()
     else:
         check_budget(budget)

@@ -1,7 +1,7 @@
 """Certificates of a model's MoE layers, for the tokens that reach them in real forwards.
 
-`certify_model` certifies every layer on some data, and bounds the change of its output on request. `Undecided` counts the tokens
-that could flip in a shorter dtype, and how many of them do (`flips_when_rounded`).
+`certify_model` certifies every layer on some data, and bounds the change of its output on request. `Undecided` counts the
+tokens that could flip in a shorter dtype, and how many of them do (`flips_when_rounded`).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -209,7 +209,7 @@ class LayerCertificates:
     def _bound_output(
         self, audited: AuditedModel, observed: Observation, radii: tuple[float, ...]
     ) -> list[OutputCertificate]:
-        """Return the bounds of the output for one batch in a list; an empty one, with the reason noted, if there are none."""
+        """Return the bounds of the output for one batch in a list; without one, note the reason and return no item."""
         if not radii or self.no_outputs is not None:
             return []
         try:
@@ -275,8 +275,8 @@ def certify_model(
                      a radius for each token and layer is stored
     norm, rounding   as for `certify`
     smoothing        if no certificate is known for a router, certify its majority vote under this noise
-    outputs          radii, as multiples of each token's own length in l2: bound how much the output of each layer changes if its
-                     input moves by up to them. It runs every expert on every token, in float64
+    outputs          radii, as multiples of each token's own length in l2: bound how much the output of each layer changes if
+                     its input moves by up to them. It runs every expert on every token, in float64
     progress         as for `audit`
 
     After Ctrl-C it returns the certificates of the finished batches. It is exported as `holdfast.certify`;

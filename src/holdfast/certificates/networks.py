@@ -7,13 +7,14 @@
     |v| <= L r |Wg| (max_q |b_q| + r max_q |u_q|) + max_q |a_q| r |Wu|
 
 L is the steepest slope of act, |W| a spectral norm, g_q and u_q the rows of Wg and Wu, b = Wu x + bu and a = act(Wg x + bg).
-Both follow from a'b' - ab = (a' - a) b' + a (b' - b). The first bounds each hidden unit by itself, the second, which is smaller
-in wide networks, all of them together. A network may be multiplied by a number of its own, s = sigmoid(w x), as the shared
-expert of Qwen2-MoE is: then
+Both follow from a'b' - ab = (a' - a) b' + a (b' - b). The first bounds each hidden unit by itself, the second, which is
+smaller in wide networks, all of them together. A network may be multiplied by a number of its own, s = sigmoid(w x), as the
+shared expert of Qwen2-MoE is: then
 
     M_s = min(1, s + r |w| / 4) M + r |w| / 4 |f(x)|
 
-T tokens, E networks, d width, h hidden width. Everything is computed in float64, which holds 16-bit and float32 weights exactly.
+T tokens, E networks, d width, h hidden width. Everything is computed in float64, which holds 16-bit and float32 weights
+exactly.
 """
 
 from collections.abc import Callable

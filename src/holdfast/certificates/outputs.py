@@ -5,14 +5,14 @@
     |y(x') - y(x)| <= s (TV max over e, f in R of |f_e(x) - f_f(x)| + M) + M_shared
     M = min(max over R of M_e,  sum_e g_e(x) M_e + TV (max over R of M_e - min over R of M_e))
 
-because y(x') - y(x) = s sum_e (g'_e - g_e) f_e(x) + s sum_e g'_e (f_e(x') - f_e(x)) + the change of the shared expert, and the
-differences g' - g sum to 0. R are the experts that can be in use anywhere in the ball and TV is how much of the weights can move
-(`weight_change`), M_e is how far an expert's output can move (`networks`). If the weights sum to less than 1, a function that is 0
-has the rest: it belongs to R, with M = 0. If every weight moves by itself (sigmoids or ReLUs that are not divided by their sum),
-the bound in brackets is sum_e (the largest |g'_e - g_e|) |f_e(x)| + sum_e (the largest g'_e) M_e.
+because y(x') - y(x) = s sum_e (g'_e - g_e) f_e(x) + s sum_e g'_e (f_e(x') - f_e(x)) + the change of the shared expert, and
+the differences g' - g sum to 0. R are the experts that can be in use anywhere in the ball and TV is how much of the weights
+can move (`weight_change`), M_e is how far an expert's output can move (`networks`). If the weights sum to less than 1, a
+function that is 0 has the rest: it belongs to R, with M = 0. If every weight moves by itself (sigmoids or ReLUs that are not
+divided by their sum), the bound in brackets is sum_e (the largest |g'_e - g_e|) |f_e(x)| + sum_e (the largest g'_e) M_e.
 
-The bound is for the layer in real numbers, with the weights that it has. It is computed in float64, and its own rounding is added.
-What float32 or bfloat16 rounds in a forward is not included.
+The bound is for the layer in real numbers, with the weights that it has. It is computed in float64, and its own rounding is
+added. What float32 or bfloat16 rounds in a forward is not included.
 """
 
 from collections.abc import Sequence
@@ -57,7 +57,7 @@ class LayerWithParts(Protocol):
 @final
 @dataclass(frozen=True)
 class OutputCertificate:
-    """For each token and radius, how much the output of a layer changes at most. Leading dimensions (...) are the tokens'."""
+    """For each token and radius, how much the output of a layer changes at most. (...) are the dimensions of tokens."""
 
     radii: Tensor  # (...,R) float64: largest perturbations, in l2
     bound: Tensor  # (...,R) float64: the largest change of the output, in l2

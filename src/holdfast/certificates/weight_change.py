@@ -1,38 +1,41 @@
 """How much the weights of a layer's experts can change, and which experts can be in use, if a token moves by up to r.
 
-Everything follows from how far the difference of two keys can move, |d(l_f - l_e)| <= F_fe. Keys l are logits, or logarithms of
-informed gates. For linear logits F_fe = r |w_f - w_e|; for cosines it is that of the points on the sphere; after an expert graph
-it is r D for every pair, D the largest |w_e - w_f|, because a mean of exponentials moves no faster than its terms.
+Everything follows from how far the difference of two keys can move, |d(l_f - l_e)| <= F_fe. Keys l are logits, or logarithms
+of informed gates. For linear logits F_fe = r |w_f - w_e|; for cosines it is that of the points on the sphere; after an
+expert graph it is r D for every pair, D the largest |w_e - w_f|, because a mean of exponentials moves no faster than its
+terms.
 
-**Where experts can be in use.** S are the k best experts at x, c the k-th key. Somewhere in the ball, k keys are at least the least
-key of S, and removing k - 1 experts leaves one that is at least the k-th. So the gap c - l_e of an expert stays between
+**Where experts can be in use.** S are the k best experts at x, c the k-th key. Everywhere in the ball, k keys are at least
+the least key of S, and if k - 1 experts are left out, one of the others is at least the k-th. So the gap c - l_e of an
+expert stays between
 
     low_e  = min over f in S of (l_f - l_e - F_fe)
-    high_e = max over f not in S of (l_f - l_e + F_fe)      if e is in S, and at least 0; else also over f = the k-th
+    high_e = max over f not in S of (l_f - l_e + F_fe)      at least 0 for e in S; else also over f = the k-th
 
-and R = S and {e : low_e < eps} (plain top-k, eps = 0: low_e <= 0). Within the certified radius of the routing S stays: R = S for
-plain top-k.
+and R is S and {e : low_e < eps} (plain top-k, eps = 0: low_e <= 0). Within the certified radius of the routing S stays: for
+plain top-k R = S.
 
-**How far the weights move**, TV = 1/2 sum |g'_e - g_e|, the smallest of
+**How far the weights move**, TV = 1/2 sum |g'_e - g_e|, is at most the smallest of
 
-    tanh(F / 4)                                if R = S: a softmax over S; F the largest F_fe in R
-    F (1/4 + n (1 + s) / k)                    n = |R| - k, s the slope of the factor of the strip, in logits
-    sum of max(0, g_e - lower_e)               and the same with max(0, upper_e - g_e)
+    tanh(F / 4)                     if R = S: a softmax over S. F is the largest F_fe in R
+    F (1/4 + n (1 + s) / k)         n = |R| - k, s the steepest slope of the strip's factor, in logits
+    sum of max(0, g_e - lower_e)    and the same with max(0, upper_e - g_e)
     1
 
-The second is the length of the way of g: the k best move like a softmax, at most F / 4, and each of the n others adds at most
-(1 + s) F / k, its amount's speed over the sum of the amounts, which is at least k times exp(c). The third bounds every share by
-itself, lower_e = p_e / (p_e + sum over f in R of q_f exp(l_f - l_e + F_fe)), with p and q the smallest and the largest factor of
-the strip for gaps between low and high (top-k: 1 or 0, and only the k - 1 largest terms of the sum). It needs no slope, and is
-the smaller one where a strip is steep.
+The second is the length of the path of g: the k best move like a softmax, at most F / 4, and each of the n others adds at
+most (1 + s) F / k, the speed of its amount over the sum of the amounts, which is at least k exp(c). The third bounds every
+share alone: lower_e = p_e / (p_e + sum over f in R of q_f exp(l_f - l_e + F_fe)), where p and q are the smallest and the
+largest factor of the strip for gaps between low and high (top-k: 1 or 0, and only the k - 1 largest terms of the sum). It
+needs no slope, and is the smaller one where a strip is steep.
 
-If gates are not divided by their sum over the experts in use, the rest of the sum is the weight of a function that is 0. Then F
-is the largest of all experts, shares are those of a softmax over all experts, and the second bound does not apply. Gates after an
-expert graph A may have a sum above 1: they are divided by its largest column sum (`mass`), by which the bound is multiplied; then
-they are a mixture of a softmax, which moves no farther than that, and each gate stays between g_e exp(-F) and g_e exp(F).
+If gates are not divided by their sum over the experts in use, a function that is 0 has the rest of the weight. Then F is
+the largest of all experts, shares are those of a softmax over all experts, and the second bound does not apply. Gates after
+an expert graph A may sum to more than 1. They are divided by the largest column sum of A (`mass`), and the bound is
+multiplied by it. Divided, they are a mixture of a softmax, which moves no farther than the softmax, and each stays between
+g_e exp(-F) and g_e exp(F).
 
-If gates are sigmoids or ReLUs and are not divided by anything (`alone`), every gate moves by itself: it stays between the gates of
-l_e - r |w_e| and l_e + r |w_e|, times 0 and 1 where an expert may leave or enter.
+If gates are sigmoids or ReLUs and are not divided by anything (`alone`), every gate moves by itself: it stays between the
+gates of l_e - r |w_e| and l_e + r |w_e|, times 0 and 1 where an expert may leave or enter.
 """
 
 from collections.abc import Callable

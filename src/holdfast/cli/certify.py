@@ -27,7 +27,7 @@ class Certify(MeasuredData):
     rounding: Literal["worst", "likely"] = "worst"
     """Rounding error to subtract from the radii: the worst case, or a bound that one case in 10^9 exceeds."""
     outputs: tuple[float, ...] = ()
-    """Bound how much the output of each layer changes if its input moves by up to these shares of its length, e.g. `0.001 0.01`."""
+    """Bound how much the output of each layer changes if its input moves by up to these shares of its length."""
     sigma: float | None = None
     """Standard deviation of the noise of a majority vote, for routers without a certificate."""
     samples: int = 1000
@@ -108,9 +108,10 @@ def _print_outputs(found: dict[str, Any]) -> None:
             )
     if rows:
         note = (
-            "An upper bound of the change of a layer's output if its input moves by up to radius times its own length in l2. Medians "
-            "over tokens: change, the bound over the output's length; weights, the part of the weights that can move; experts, those "
-            f"that can be in use. {levels}: share of tokens whose output changes by at most that share of its length."
+            "An upper bound of the change of a layer's output if its input moves by up to radius times its own length in "
+            "l2. Medians over tokens: change, the bound over the output's length; weights, the part of the weights that can "
+            f"move; experts, those that can be in use. {levels}: share of tokens whose output changes by at most that share "
+            "of its length."
         )
         show(Table.of("layer outputs", rows, note))
     for layer in found["layers"]:

@@ -234,7 +234,8 @@ def name_layers(model: nn.Module) -> nn.Module:
 def network_of(module: nn.Module, switch: Tensor | None = None) -> Networks:
     """Return a dense feed-forward network with the submodules of `FeedForward`, as certificates read it.
 
-    It may be another library's, with its activation as `act_fn`. `switch (d,)` as in `Networks`. Raise NoCertificate for others.
+    It may be another library's, with its activation as `act_fn`. `switch (d,)` as in `Networks`. Raise NoCertificate for
+    others.
     """
     gate, up, down = (getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj"))
     activation = getattr(module, "activation", getattr(module, "act_fn", None))

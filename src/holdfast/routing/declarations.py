@@ -1,6 +1,7 @@
 """What parts of a router declare about themselves, so that certificates and plans need not know their classes.
 
-**For certificates.** `Order` and `Values` describe a score, `Mixing` a token-side informer, `Conditions` and `Shares` a selector.
+**For certificates.** `Order` and `Values` describe a score, `Mixing` a token-side informer, `Conditions` and `Shares` a
+selector.
 
     keep_best               the k largest keys stay larger than all others
     keep_above              all keys above a threshold, and no others

@@ -303,7 +303,7 @@ def check_declared_certificate(subject: RouterUnderTest) -> str:
 
 
 def check_declared_weights(subject: RouterUnderTest) -> str:
-    """Check that declared weights are those of the router, and that they move no farther than the bound that follows from them.
+    """Check that declared weights are those of the router, and move no farther than the bound that follows from them.
 
     Check that experts in use are among those that the bound expects, and that the factor of a strip is what is declared.
     """
