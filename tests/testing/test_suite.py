@@ -56,7 +56,7 @@ INFORMERS: dict[str, Callable[[], tuple[Informer, ...]]] = {
 }
 
 
-UNDECLARED = ("declared certificate", "declared cost")  # toys declare neither
+UNDECLARED = ("declared certificate", "declared weights", "declared cost")  # toys declare neither
 DECLARED = [check for check in CHECKS if check not in UNDECLARED]
 
 

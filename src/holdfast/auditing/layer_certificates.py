@@ -135,15 +135,7 @@ def certify_layer_output(
     """Bound the change of one layer's output in one forward, at these relative radii; return rows of real tokens."""
     tokens, context = gate_inputs(observed.router_calls[layer])
     record, real = observed.layers[layer], observed.real(layer)
-    found = certify_output(parts, tokens, radii, context, relative=True)
-    rows = OutputCertificate(
-        *(
-            value.reshape(-1, *value.shape[tokens.dim() - 1 :])[real].cpu()
-            for value in (found.radii, found.bound, found.change, found.reach, found.lengths, found.real)
-        ),
-        found.given,
-        found.relative,
-    )
+    rows = certify_output(parts, tokens, radii, context, relative=True).rows(real)
     lengths = record.output[real].double().norm(dim=-1).cpu()
     same_input = torch.equal(record.tokens[real], tokens.reshape(-1, tokens.shape[-1])[real].to(record.tokens))
     apart = ((rows.lengths - lengths).abs() / lengths).nan_to_num(nan=0.0)
@@ -172,11 +164,7 @@ class LayerCertificates:
     @property
     def outputs(self) -> OutputCertificate | None:
         """Return the bounds of the output as rows, without padding; None if there are none."""
-        if not self.bounded:
-            return None
-        names = ("radii", "bound", "change", "reach", "lengths", "real")
-        joined: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in self.bounded]) for name in names}
-        return replace(self.bounded[0], **joined)
+        return OutputCertificate.joined(self.bounded) if self.bounded else None
 
     @property
     def certificates(self) -> Certificates | None:

@@ -17,7 +17,7 @@ added. What float32 or bfloat16 rounds in a forward is not included.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, final
+from typing import Any, Protocol, Self, final
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ from holdfast.routing.declarations import NoCertificate, best
 
 MOST_ELEMENTS = 2**22  # of the largest tensor; more tokens are processed in several steps
 WRONG_WEIGHT = 1e-3  # a larger difference between a declared and a computed weight is not rounding
+TENSORS = ("radii", "bound", "change", "reach", "lengths", "real")  # of `OutputCertificate`
 CHANGES = (0.01, 0.1, 0.5, 1.0)  # relative changes of which `summary` says the share of tokens
 
 
@@ -67,6 +68,19 @@ class OutputCertificate:
     real: Tensor  # (...) bool: False for padding
     given: tuple[float, ...]  # the radii as passed
     relative: bool  # whether these are multiples of each token's own length
+
+    def rows(self, index: Tensor) -> Self:
+        """Return the bounds of some tokens, given by their numbers (T,), as rows on the CPU."""
+        tensors: dict[str, Any] = {
+            name: getattr(self, name).flatten(0, self.real.dim() - 1)[index].cpu() for name in TENSORS
+        }
+        return replace(self, **tensors)
+
+    @classmethod
+    def joined(cls, parts: "Sequence[OutputCertificate]") -> "OutputCertificate":
+        """Return the rows of several batches, for the same radii, as one."""
+        tensors: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in TENSORS}
+        return replace(parts[0], **tensors)
 
     def share(self, change: float) -> list[float]:
         """Return for each radius the share of real tokens whose output changes by at most `change` times its length."""

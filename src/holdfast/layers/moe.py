@@ -11,7 +11,7 @@ B sequences of N tokens, width d, E experts with p slots each
 
 from abc import ABC, abstractmethod
 from dataclasses import replace
-from typing import ClassVar, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
@@ -238,14 +238,15 @@ def network_of(module: nn.Module, switch: Tensor | None = None) -> Networks:
     others.
     """
     gate, up, down = (getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj"))
-    activation = getattr(module, "activation", getattr(module, "act_fn", None))
-    ups = [up] if gate is None else [gate, up]
+    activation: Any = getattr(module, "activation", getattr(module, "act_fn", None))
+    ups: list[Any] = [up] if gate is None else [gate, up]
     if activation is None or not all(type(part) is nn.Linear for part in (*ups, down)):
         raise NoCertificate(f"no bound of the output is known for a shared expert that is a {type(module).__name__}")
-    biases = [torch.zeros_like(part.weight[:, 0]) if part.bias is None else part.bias for part in (*ups, down)]
+    layers: list[Any] = [*ups, down]
+    biases = [torch.zeros_like(part.weight[:, 0]) if part.bias is None else part.bias for part in layers]
     return Networks(
         torch.cat([part.weight for part in ups]).unsqueeze(0),
-        down.weight.unsqueeze(0),
+        layers[-1].weight.unsqueeze(0),
         activation,
         slope_of(activation),
         gate is not None,
