@@ -218,7 +218,7 @@ def test_router_conforms(variant: str, check: str) -> None:
     uncertified = ("softmoe", "smear", "from confident", "everything", "running", "sparsemax", "mlp", "hierarchical")
     if any(word in variant for word in (*uncertified, "sinkhorn, sparse")):
         may_be_left_out |= {"declared certificate"}
-    # Where no set is certified, no bound of weights is known. Nor is one where tokens share gates, or weights are not shares.
+    # Without a certificate of sets no bound of weights is known, nor where tokens share gates or weights are undeclared.
     unbounded = ("similarity", "attention", "posterior", "stablemoe", "most", "symphony+remoe", "sinkhorn, k = 1")
     if "declared certificate" in may_be_left_out or any(word in variant or word in name for word in unbounded):
         may_be_left_out |= {"declared weights"}

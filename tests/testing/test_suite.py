@@ -28,6 +28,8 @@ from holdfast.routing import (
     Scores,
     Selection,
     SelectorDeclarations,
+    Shares,
+    SmoothTopK,
     TopK,
     Traits,
     keep_best,
@@ -253,6 +255,9 @@ FewSlots = claiming(TopK, active=lambda sizes: ActiveExperts(1, 1, 1))
 FewRows = changed(TopK, most_rows=lambda part, tokens: part.k * tokens - 1)
 HoldsTooMuch = changed(TopK, held_weights=lambda *given: 1.01 * TopK.held_weights(*given))
 ReplaysTooMuch = changed(TopK, replayed_weights=lambda *given: 1.01 * TopK.replayed_weights(*given))
+OtherWeights = partial(claiming(TopK, shares=lambda: Shares(2)), weights="switch")
+GentleSlope = changed(SmoothTopK, _shares=lambda part: replace(SmoothTopK._shares(part), slope=1.0))
+NarrowStrip = claiming(SmoothTopK, shares=lambda: Shares(2))
 BROKEN: dict[str, tuple[Callable[..., Any], str, str]] = {
     "slots ascending": (Ascending, "contract", "sorted"),
     "returns a tuple": (ReturnsATuple, "contract", "ReturnsATuple must return a Selection, but it returned a tuple"),
@@ -292,6 +297,9 @@ BROKEN: dict[str, tuple[Callable[..., Any], str, str]] = {
     "holds evenly": (HoldsEvenly, "held weights", "change by"),
     "replays too much": (ReplaysTooMuch, "replay", "changes its weights"),
     "certifies too much": (ForgetsAnExpert, "declared certificate", "within their certified radius"),
+    "declares other weights": (OtherWeights, "declared weights", "other weights than the router's parts declare"),
+    "declares a gentle slope": (GentleSlope, "declared weights", "above the declared one"),
+    "declares a strip that is too narrow": (NarrowStrip, "declared weights", "other weights than"),
     "does not save": (partial(LearnsAtOnce, saved=False), "save and load", "after loading"),
     "learns in evaluation": (LearnsAlways, "evaluation keeps state", "evaluation changed inform.0.seen"),
     "counts twice": (LearnsAtOnce, "activation checkpointing", "recomputation"),

@@ -315,6 +315,8 @@ def check_declared_weights(subject: RouterUnderTest) -> str:
         found = certify_output(LayerParts(router, networks), tokens, WEIGHT_RADII, context, relative=True)
     except NoCertificate as reason:
         raise NotApplicable(str(reason)) from None
+    except ValueError as wrong:
+        raise AssertionError(str(wrong)) from None
     declared = router.select.declares.shares
     shares = None if declared is None else declared()
     assert shares is not None
