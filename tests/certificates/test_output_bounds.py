@@ -169,6 +169,48 @@ def test_the_experts_that_can_be_in_use_are_those_of_the_naive_formula() -> None
                 assert found.reach[token, place].tolist() == naive_reach(weight.double(), x, 3, r, width)
 
 
+def naive_change(weight: Tensor, x: Tensor, k: int, r: float, width: float) -> float:
+    """Return T of a router whose weights are shares of the set, expert by expert."""
+    logits, experts = [float(row @ x) for row in weight], range(len(weight))
+    best = sorted(experts, key=lambda e: (-logits[e], e))[:k]
+    last, reach = best[-1], [e for e in experts if naive_reach(weight, x, k, r, width)[e]]
+    far = [[r * float((weight[f] - weight[e]).norm()) for e in experts] for f in experts]
+
+    def factor(gap: float) -> float:
+        return float(strip_factor(torch.tensor(gap).double(), width)) if width else float(gap <= 0)
+
+    amounts = [math.exp(logits[e]) * (1.0 if e in best else factor(logits[last] - logits[e])) for e in experts]
+    shares = [amount / sum(amounts) for amount in amounts]
+    low = [min(logits[f] - logits[e] - far[f][e] for f in best) for e in experts]
+    rivals = [[f for f in experts if f not in best or (f == last and e not in best)] for e in experts]
+    high = [max((logits[f] - logits[e] + far[f][e] for f in rivals[e]), default=-9.0) for e in experts]
+    p = [1.0 if e in best and high[e] < 0 else factor(max(high[e], 0)) if width else 0.0 for e in experts]
+    q = [1.0 if e in best else factor(low[e]) if e in reach else 0.0 for e in experts]
+    falls = rises = 0.0
+    for e in experts:
+        above = sorted((q[f] * math.exp(logits[f] - logits[e] + far[f][e]) for f in experts if f != e), reverse=True)
+        below = sum(p[f] * math.exp(logits[f] - logits[e] - far[f][e]) for f in experts if f != e)
+        lower = p[e] / (p[e] + sum(above if width else above[: k - 1])) if p[e] else 0.0
+        upper = q[e] / (q[e] + below) if q[e] else 0.0
+        falls, rises = falls + max(0.0, shares[e] - lower), rises + max(0.0, upper - shares[e])
+    largest = max(far[f][e] for e in reach for f in reach)
+    if len(reach) == k:
+        return min(1.0, falls, rises, math.tanh(largest / 4))
+    path = largest * (0.25 + (len(reach) - k) * (1 + steepest(Powers()) / width) / k) if width else 1.0
+    return min(1.0, falls, rises, path)
+
+
+@pytest.mark.parametrize("width", [0.0, 0.25])
+def test_the_bound_of_the_change_of_weights_is_that_of_the_naive_formula(width: float) -> None:
+    weight = torch.randn(7, 6, generator=generator(0))
+    router = Router(linear_score(weight), SmoothTopK(7, 3, eps=width) if width else TopK(7, 3)).eval()
+    tokens, radii = torch.randn(30, 6, generator=generator(1)), (0.0003, 0.003, 0.03, 0.1, 0.3)
+    found = certify_output(without_experts(router), tokens, radii)
+    expected = [[naive_change(weight.double(), x, 3, r, width) for r in radii] for x in tokens.double()]
+    torch.testing.assert_close(found.change, torch.tensor(expected).double(), rtol=1e-5, atol=1e-9)
+    assert 0.01 < found.change.median() < 0.95
+
+
 SUBJECTS: dict[str, tuple[str, dict[str, Any]]] = {
     "top-k": ("smoe", {}),
     "raw gates": ("switch", {}),
