@@ -10,6 +10,7 @@ the smallest flip found within four radii, and the largest change found over its
 
 import argparse
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from versions import versions
 import holdfast
 from holdfast.attacks import attack_outputs, attack_routes
 from holdfast.certificates import NoCertificate, certify, certify_output
-from holdfast.routing import Context, Routing
+from holdfast.hub.families import GROUPED_SIGMOID
+from holdfast.routing import Context, Linear, Router, Routing, TopK
 from holdfast.testing.router_under_test import HEADS, VOCABULARY, RouterUnderTest
 
 DIM, HIDDEN, EXPERTS, K, LENGTH = 16, 32, 8, 2, 32
@@ -60,10 +62,18 @@ ROUTERS: dict[str, dict[str, Any]] = {
 }
 
 
-def subject_of(name: str, options: dict[str, Any], seed: int) -> RouterUnderTest:
+SIGMOIDS = {"sigmoids with a bias": (1, 1), "sigmoids in groups": (4, 2)}  # groups of experts, and how many are kept
+
+
+def subject_of(name: str, seed: int) -> RouterUnderTest:
     torch.manual_seed(seed)
-    router = holdfast.create_router(name, dim=DIM, experts=EXPERTS, k=K, **options)
-    return RouterUnderTest(router).warm_up(6)
+    if name not in SIGMOIDS:
+        router = holdfast.create_router(name, dim=DIM, experts=EXPERTS, k=K, **ROUTERS.get(name, {}))
+        return RouterUnderTest(router).warm_up(6)
+    groups, kept = SIGMOIDS[name]
+    bias = 0.2 * torch.randn(EXPERTS)
+    gate = SimpleNamespace(num_group=groups, topk_group=kept, norm_topk_prob=True, e_score_correction_bias=bias)
+    return RouterUnderTest(Router(Linear(DIM, EXPERTS), TopK(EXPERTS, K, rule=GROUPED_SIGMOID(gate))).eval())
 
 
 def attacked_routes(subject: RouterUnderTest, tokens: Tensor, context: Context, seed: int) -> dict[str, Any]:
@@ -116,13 +126,13 @@ def attacked_outputs(subject: RouterUnderTest, tokens: Tensor, context: Context,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the results here as JSON")
-    parser.add_argument("--routers", nargs="*", default=list(ROUTERS))
+    parser.add_argument("--routers", nargs="*", default=[*ROUTERS, *SIGMOIDS])
     parser.add_argument("--tokens", type=int, nargs=2, default=(4096, 512), help="per router: for routes, for outputs")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     results: dict[str, dict[str, Any]] = {}
     for name in arguments.routers:
-        subject, results[name] = subject_of(name, ROUTERS.get(name, {}), arguments.seed), {}
+        subject, results[name] = subject_of(name, arguments.seed), {}
         for what, count, attacked in zip(
             ("routes", "outputs"), arguments.tokens, (attacked_routes, attacked_outputs), strict=True
         ):

@@ -16,7 +16,7 @@ from holdfast.certificates import Gate, LayerParts, Networks, NoCertificate, Out
 from holdfast.kernels.select import Powers
 from holdfast.layers.experts import ACTIVATIONS, SLOPES, slope_of
 from holdfast.layers.moe import FeedForward, network_of
-from holdfast.routing import Context, Router, Routing, SmoothTopK, TopK
+from holdfast.routing import Context, ReLU, Router, Routing, SmoothTopK, TopK
 from holdfast.routing.rules import Softmax
 from holdfast.routing.smoothing import steepest, strip_factor
 
@@ -398,6 +398,10 @@ def test_experts_and_shared_experts_without_a_known_bound_are_refused() -> None:
         certify_output(layer_of(router, activation="relu2"), tokens, [0.1])
     with pytest.raises(NoCertificate, match="a shared expert that is a LayerNorm"):
         certify_output(layer_of(router, nn.LayerNorm(10)), tokens, [0.1])
+    own: Any = layer_of(router)
+    own.experts = nn.Identity()
+    with pytest.raises(NoCertificate, match="experts that are a Identity"):
+        certify_output(own, tokens, [0.1])
     with pytest.raises(ValueError, match="expected at least one finite number"):
         certify_output(layer_of(router), tokens, [-0.1])
     with pytest.raises(ValueError, match="training mode"):
@@ -430,10 +434,22 @@ def test_weights_in_bfloat16_are_read_exactly_and_no_tokens_give_an_empty_certif
     assert empty.bound.shape == (0, 1) and empty.share(1.0) == [0.0]
 
 
+def test_an_output_of_length_0_has_a_summary() -> None:
+    """With ReLU gates a token may have no expert: its output is 0, and its relative change 0 or infinite."""
+    router = Router(linear_score(torch.tensor([[1.0, 0.0], [0.0, 1.0]])), ReLU(2, 1)).eval()
+    found = certify_output(layer_of(router), torch.tensor([[-1.0, -1.0]]), [0.1, 2.0])
+    first, second = (row["relative_change"] for row in summary_rows(found))
+    assert float(found.lengths) == 0 and first == 0 and second is None
+    assert found.share(0.5) == [1.0, 0.0]
+
+
+def summary_rows(found: OutputCertificate) -> Any:
+    return found.summary()["radii"]
+
+
 def test_shares_count_tokens_whose_output_changes_by_at_most_that_part_of_its_length() -> None:
     found = certify_output(layer_of(router_of("top-k")), torch.randn(30, 10, generator=generator(1)), [0.01, 0.1])
     ratio = found.bound / found.lengths.unsqueeze(1)
     expected = [sum(float(ratio[t, place]) <= 0.2 for t in range(30)) / 30 for place in range(2)]
     assert found.share(0.2) == pytest.approx(expected)
-    radii: Any = found.summary()["radii"]
-    assert isinstance(found, OutputCertificate) and [row["radius"] for row in radii] == [0.01, 0.1]
+    assert [row["radius"] for row in summary_rows(found)] == [0.01, 0.1]

@@ -164,7 +164,7 @@ class LayerCertificates:
     @property
     def outputs(self) -> OutputCertificate | None:
         """Return the bounds of the output as rows, without padding; None if there are none."""
-        return OutputCertificate.joined(self.bounded) if self.bounded else None
+        return OutputCertificate.joined(self.bounded) if self.bounded and self.no_outputs is None else None
 
     @property
     def certificates(self) -> Certificates | None:

@@ -89,15 +89,14 @@ class OutputCertificate:
 
     def summary(self) -> dict[str, Json]:
         """Return what to store with a result: for each radius the medians over real tokens, and shares of tokens."""
-        median = lambda values: float(values.double().median()) if len(values) else None  # noqa: E731
-        relative = (self.bound / self.lengths.unsqueeze(-1))[self.real]
+        relative = (self.bound / self.lengths.unsqueeze(-1))[self.real].nan_to_num(nan=0.0, posinf=torch.inf)
         shares = {f"{level:g}": self.share(level) for level in CHANGES}
         rows: list[Json] = [
             {
                 "radius": radius,
-                "relative_change": median(relative[:, place]),
-                "weight_change": median(self.change[self.real][:, place]),
-                "experts": median(self.reach[self.real][:, place].sum(-1)),
+                "relative_change": _median(relative[:, place]),
+                "weight_change": _median(self.change[self.real][:, place]),
+                "experts": _median(self.reach[self.real][:, place].sum(-1)),
                 "share_at": {level: found[place] for level, found in shares.items()},
             }
             for place, radius in enumerate(self.given)
@@ -157,11 +156,8 @@ def certify_output(
         if shares.best is not None:
             moving = replace(moving, chosen=best(moving.keys, shares.best))
         if computed is not None:
-            wrong = (
-                ((moving.mass * moving.weights - computed[at]).abs().amax(1) > WRONG_WEIGHT)
-                & sure[at]
-                & described.real.flatten()[at]
-            )
+            apart = (moving.mass * moving.weights - computed[at]).abs().amax(1)
+            wrong = (apart > WRONG_WEIGHT) & sure[at] & described.real.flatten()[at]
             if wrong.any():
                 how = f"{int(wrong.sum())} tokens have other weights than the router's parts declare, beyond rounding error"
                 raise ValueError(f"{how}; a router with wrong declarations cannot be certified.")
@@ -178,6 +174,12 @@ def certify_output(
         given,
         relative,
     )
+
+
+def _median(values: Tensor) -> float | None:
+    """Return the median; None instead of infinity, which JSON does not have, and if there are no values."""
+    median = float(values.double().median()) if len(values) else float("inf")
+    return median if median < float("inf") else None
 
 
 def _bounds(parts: LayerParts, moving: WeightChange, rows: Tensor, limits: Tensor) -> tuple[Tensor, ...]:

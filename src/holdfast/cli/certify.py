@@ -100,7 +100,7 @@ def _print_outputs(found: dict[str, Any]) -> None:
                 {
                     "layer": layer["layer"],
                     "radius": f"{row['radius']:g}",
-                    "change": f"{row['relative_change']:.2g}",
+                    "change": _radius(row["relative_change"]),
                     "weights": f"{row['weight_change']:.2g}",
                     "experts": row["experts"],
                     **{level: f"{share:.1%}" for level, share in row["share_at"].items()},

@@ -132,6 +132,8 @@ class MoE(RoutedLayer):
 
     def output_parts(self) -> LayerParts:
         """Return what `holdfast.certificates.certify_output` reads; raise NoCertificate if a part has no known bound."""
+        if not isinstance(self.experts, Experts):
+            raise NoCertificate(f"no bound of the output is known for experts that are a {type(self.experts).__name__}")
         shared = None if self.shared is None else network_of(self.shared)
         return LayerParts(self.router, self.experts.networks(), shared, self.router.scale)
 
