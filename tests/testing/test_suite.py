@@ -232,6 +232,11 @@ def half_precision(part: Any, tokens: Tensor, context: Context) -> Tensor:
     return torch.nn.functional.linear(tokens, part.weight.to(tokens.dtype)).float()
 
 
+def gentle(shares: Shares | None) -> Shares:
+    assert shares is not None
+    return replace(shares, slope=1.0)
+
+
 HalfPrecision = changed(Linear, forward=half_precision)
 Unseeded = scoring(lambda linear, tokens: linear(tokens) * (1 + random.random()))
 Breaks = scoring(lambda linear, tokens: linear(tokens) * (2 if tokens.sum().item() > 0 else 1))  # asks the host
@@ -256,7 +261,7 @@ FewRows = changed(TopK, most_rows=lambda part, tokens: part.k * tokens - 1)
 HoldsTooMuch = changed(TopK, held_weights=lambda *given: 1.01 * TopK.held_weights(*given))
 ReplaysTooMuch = changed(TopK, replayed_weights=lambda *given: 1.01 * TopK.replayed_weights(*given))
 OtherWeights = partial(claiming(TopK, shares=lambda: Shares(2)), weights="switch")
-GentleSlope = changed(SmoothTopK, _shares=lambda part: replace(SmoothTopK._shares(part), slope=1.0))
+GentleSlope = changed(SmoothTopK, _shares=lambda part: gentle(SmoothTopK._shares(part)))
 NarrowStrip = claiming(SmoothTopK, shares=lambda: Shares(2))
 BROKEN: dict[str, tuple[Callable[..., Any], str, str]] = {
     "slots ascending": (Ascending, "contract", "sorted"),
