@@ -28,6 +28,8 @@ from holdfast.routing import (
     Scores,
     Selection,
     SelectorDeclarations,
+    Shares,
+    SmoothTopK,
     TopK,
     Traits,
     keep_best,
@@ -56,7 +58,7 @@ INFORMERS: dict[str, Callable[[], tuple[Informer, ...]]] = {
 }
 
 
-UNDECLARED = ("declared certificate", "declared cost")  # toys declare neither
+UNDECLARED = ("declared certificate", "declared weights", "declared cost")  # toys declare neither
 DECLARED = [check for check in CHECKS if check not in UNDECLARED]
 
 
@@ -230,6 +232,11 @@ def half_precision(part: Any, tokens: Tensor, context: Context) -> Tensor:
     return torch.nn.functional.linear(tokens, part.weight.to(tokens.dtype)).float()
 
 
+def gentle(shares: Shares | None) -> Shares:
+    assert shares is not None
+    return replace(shares, slope=1.0)
+
+
 HalfPrecision = changed(Linear, forward=half_precision)
 Unseeded = scoring(lambda linear, tokens: linear(tokens) * (1 + random.random()))
 Breaks = scoring(lambda linear, tokens: linear(tokens) * (2 if tokens.sum().item() > 0 else 1))  # asks the host
@@ -253,6 +260,9 @@ FewSlots = claiming(TopK, active=lambda sizes: ActiveExperts(1, 1, 1))
 FewRows = changed(TopK, most_rows=lambda part, tokens: part.k * tokens - 1)
 HoldsTooMuch = changed(TopK, held_weights=lambda *given: 1.01 * TopK.held_weights(*given))
 ReplaysTooMuch = changed(TopK, replayed_weights=lambda *given: 1.01 * TopK.replayed_weights(*given))
+OtherWeights = partial(claiming(TopK, shares=lambda: Shares(2)), weights="switch")
+GentleSlope = changed(SmoothTopK, _shares=lambda part: gentle(SmoothTopK._shares(part)))
+NarrowStrip = claiming(SmoothTopK, shares=lambda: Shares(2))
 BROKEN: dict[str, tuple[Callable[..., Any], str, str]] = {
     "slots ascending": (Ascending, "contract", "sorted"),
     "returns a tuple": (ReturnsATuple, "contract", "ReturnsATuple must return a Selection, but it returned a tuple"),
@@ -292,6 +302,9 @@ BROKEN: dict[str, tuple[Callable[..., Any], str, str]] = {
     "holds evenly": (HoldsEvenly, "held weights", "change by"),
     "replays too much": (ReplaysTooMuch, "replay", "changes its weights"),
     "certifies too much": (ForgetsAnExpert, "declared certificate", "within their certified radius"),
+    "declares other weights": (OtherWeights, "declared weights", "other weights than the router's parts declare"),
+    "declares a gentle slope": (GentleSlope, "declared weights", "above the declared one"),
+    "declares a strip that is too narrow": (NarrowStrip, "declared weights", "other weights than"),
     "does not save": (partial(LearnsAtOnce, saved=False), "save and load", "after loading"),
     "learns in evaluation": (LearnsAlways, "evaluation keeps state", "evaluation changed inform.0.seen"),
     "counts twice": (LearnsAtOnce, "activation checkpointing", "recomputation"),

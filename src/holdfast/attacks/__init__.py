@@ -12,6 +12,7 @@ it. Store its `summary()` as JSON.
     images    corrupt                               fifteen common corruptions; frost has a texture of ours
     routing   attack_routes                         the smallest perturbation that flips a token, or gets it a chosen expert
               attack_load                           overload of one expert, uneven loads
+    outputs   attack_outputs                        the largest change of a layer's output, against `certify_output`
 
 `register_attack` gives an attack a name; those of the package have theirs in `registry`.
 """
@@ -37,6 +38,8 @@ from holdfast.attacks.inputs import AttackedInputs as AttackedInputs
 from holdfast.attacks.inputs import Threat as Threat
 from holdfast.attacks.inputs import attack_curve as attack_curve
 from holdfast.attacks.inputs import worst_of as worst_of
+from holdfast.attacks.outputs import AttackedOutputs as AttackedOutputs
+from holdfast.attacks.outputs import attack_outputs as attack_outputs
 from holdfast.attacks.pixels import PAPER_BUDGET as PAPER_BUDGET
 from holdfast.attacks.pixels import PAPER_STEPS as PAPER_STEPS
 from holdfast.attacks.pixels import fgsm as fgsm

@@ -1,7 +1,7 @@
 """Certificates of a model's MoE layers, for the tokens that reach them in real forwards.
 
-`certify_model` certifies every layer on some data. `Undecided` counts the tokens that could flip in a shorter dtype, and how
-many of them do (`flips_when_rounded`).
+`certify_model` certifies every layer on some data, and bounds the change of its output on request. `Undecided` counts the
+tokens that could flip in a shorter dtype, and how many of them do (`flips_when_rounded`).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,16 +15,29 @@ from torch import Tensor
 from holdfast.auditing.forwards import Observation, observe
 from holdfast.auditing.model_and_data import AuditBatch, AuditedModel, Measurement, weights_in_dtype
 from holdfast.auditing.reports import DTYPES, DataSettings, ModelDescription, UndecidedTokens
-from holdfast.certificates import Certificates, MajorityVote, NoCertificate, Norm, Smoothing, certify, undecided
+from holdfast.certificates import (
+    Certificates,
+    LayerParts,
+    MajorityVote,
+    NoCertificate,
+    Norm,
+    OutputCertificate,
+    Smoothing,
+    certify,
+    certify_output,
+    undecided,
+)
 from holdfast.certificates.arithmetic import Rounding
 from holdfast.checked import from_mapping
 from holdfast.hub import RouterCall
+from holdfast.hub.output_parts import output_parts
 from holdfast.metrics import set_changes
 from holdfast.metrics.accumulator import Accumulator
 from holdfast.routing import Router, Routing
 from holdfast.stored import without_nan
 
 LEVELS = (0.001, 0.01, 0.05, 0.1)  # relative radii at which the share of certified tokens is reported
+OTHER_OUTPUT = 0.05  # a larger relative difference between the declared and the real output of a layer is not rounding
 TENSORS = ("radius", "distance", "lengths", "margin", "real")  # of `Certificates`, one number per token
 
 
@@ -73,11 +86,20 @@ def route_again(call: Any, tokens: Tensor) -> Routing:
 @final
 @dataclass(frozen=True)
 class CertificateOptions:
-    """Options of `certify`. `smoothing` is used for routers without a known certificate."""
+    """Options of `certify`. `smoothing` is used for routers without a known certificate.
+
+    outputs   radii, as multiples of each token's own length, for which the change of the layer's output is bounded
+    """
 
     norm: Norm = "l2"
     rounding: Rounding = "worst"
     smoothing: Smoothing | None = None
+    outputs: tuple[float, ...] = ()
+
+    @property
+    def of_routes(self) -> dict[str, Any]:
+        """Return the options of `certificates.certify`."""
+        return {name: value for name, value in vars(self).items() if name != "outputs"}
 
 
 def certify_layer(audited: AuditedModel, layer: int, observed: Observation, options: CertificateOptions) -> Certificates:
@@ -86,7 +108,7 @@ def certify_layer(audited: AuditedModel, layer: int, observed: Observation, opti
     tokens, context = gate_inputs(call)
     computed = torch.float32 if isinstance(subject, Router) or tokens.dtype == torch.float64 else tokens.dtype
     try:
-        return certify(subject, tokens, context, arithmetic=computed, **vars(options))
+        return certify(subject, tokens, context, arithmetic=computed, **options.of_routes)
     except NoCertificate:
         if options.smoothing is None or isinstance(subject, Router):
             raise
@@ -107,6 +129,22 @@ def gate_inputs(call: RouterCall) -> tuple[Tensor, Any]:
     return (call.tokens, call.context) if isinstance(call.route, Router) else (call.tokens.flatten(0, -2), None)
 
 
+def certify_layer_output(
+    parts: LayerParts, layer: int, observed: Observation, radii: tuple[float, ...]
+) -> OutputCertificate:
+    """Bound the change of one layer's output in one forward, at these relative radii; return rows of real tokens."""
+    tokens, context = gate_inputs(observed.router_calls[layer])
+    record, real = observed.layers[layer], observed.real(layer)
+    rows = certify_output(parts, tokens, radii, context, relative=True).rows(real)
+    lengths = record.output[real].double().norm(dim=-1).cpu()
+    same_input = torch.equal(record.tokens[real], tokens.reshape(-1, tokens.shape[-1])[real].to(record.tokens))
+    apart = ((rows.lengths - lengths).abs() / lengths).nan_to_num(nan=0.0)
+    if not same_input or (len(apart) and bool(apart.median() > OTHER_OUTPUT)):
+        computes = "its output is not that of its router, its experts and a shared expert on one input"
+        raise NoCertificate(f"no bound of the output is known for {observed.router_calls[layer].name}: {computes}")
+    return rows
+
+
 @final
 @dataclass
 class LayerCertificates:
@@ -119,6 +157,14 @@ class LayerCertificates:
     reason: str | None = None
     found: list[Certificates] = field(default_factory=list)
     undecided: dict[str, list[Tensor]] = field(default_factory=dict)  # by dtype
+    bounded: list[OutputCertificate] = field(default_factory=list)
+    no_outputs: str | None = None  # why the change of the output has no known bound
+    parts: LayerParts | None = None  # read once: spectral norms of all experts take long
+
+    @property
+    def outputs(self) -> OutputCertificate | None:
+        """Return the bounds of the output as rows, without padding; None if there are none."""
+        return OutputCertificate.joined(self.bounded) if self.bounded and self.no_outputs is None else None
 
     @property
     def certificates(self) -> Certificates | None:
@@ -128,6 +174,7 @@ class LayerCertificates:
     def add(self, audited: AuditedModel, observed: Observation, options: CertificateOptions) -> Callable[[], None]:
         """Certify one batch's real tokens, and which of them are undecided; return a function that adds the result."""
         real = observed.real(self.layer)
+        bounded = self._bound_output(audited, observed, options.outputs)
         try:
             certificates = _rows(certify_layer(audited, self.layer, observed, options), real)
         except ValueError as problem:  # no certificate is known for this router
@@ -141,10 +188,25 @@ class LayerCertificates:
 
         def finish() -> None:
             self.found.append(certificates)
+            self.bounded.extend(bounded)
             for name, rows in undecided.items():
                 self.undecided.setdefault(name, []).append(rows)
 
         return finish
+
+    def _bound_output(
+        self, audited: AuditedModel, observed: Observation, radii: tuple[float, ...]
+    ) -> list[OutputCertificate]:
+        """Return the bounds of the output for one batch in a list; without one, note the reason and return no item."""
+        if not radii or self.no_outputs is not None:
+            return []
+        try:
+            if self.parts is None:
+                self.parts = output_parts(audited.moe_layers[self.layer], audited.certified(self.layer))
+            return [certify_layer_output(self.parts, self.layer, observed, radii)]
+        except ValueError as problem:
+            self.no_outputs = str(problem)
+            return []
 
     def summary(self) -> dict[str, Any]:
         """Return what to store with a result."""
@@ -154,7 +216,13 @@ class LayerCertificates:
             return {**about, "skipped": self.reason or "there were no tokens."}
         shares = {f"{level:g}": certificates.share(level, relative=True) for level in LEVELS}
         undecided = {name: float(torch.cat(rows).double().mean()) for name, rows in self.undecided.items()}
-        return {**about, "skipped": None, **certificates.summary(), "share_at": shares, "undecided": undecided}
+        found = {**about, "skipped": None, **certificates.summary(), "share_at": shares, "undecided": undecided}
+        outputs = self.outputs
+        if self.no_outputs is not None:
+            found["outputs"] = {"skipped": self.no_outputs}
+        elif outputs is not None:
+            found["outputs"] = {"skipped": None, **outputs.summary()}
+        return found
 
 
 @final
@@ -182,6 +250,7 @@ def certify_model(
     norm: Norm = "l2",
     rounding: Rounding = "worst",
     smoothing: Smoothing | None = None,
+    outputs: Sequence[float] = (),
     batch: int = 8,
     length: int = 128,
     tokens: int | None = None,
@@ -194,6 +263,8 @@ def certify_model(
                      a radius for each token and layer is stored
     norm, rounding   as for `certify`
     smoothing        if no certificate is known for a router, certify its majority vote under this noise
+    outputs          radii, as multiples of each token's own length in l2: bound how much the output of each layer changes if
+                     its input moves by up to them. It runs every expert on every token, in float64
     progress         as for `audit`
 
     After Ctrl-C it returns the certificates of the finished batches. It is exported as `holdfast.certify`;
@@ -204,7 +275,10 @@ def certify_model(
         print([layer["relative"]["50%"] for layer in found.summary()["layers"]])
     """
     settings = from_mapping(DataSettings, {"batch": batch, "length": length, "tokens": tokens})
-    options = CertificateOptions(norm, rounding, smoothing)
+    radii = tuple(float(radius) for radius in outputs)
+    if not all(0 <= radius < float("inf") for radius in radii):
+        raise ValueError(f"outputs is {list(radii)}; expected finite radii, none of them negative.")
+    options = CertificateOptions(norm, rounding, smoothing, radii)
     run = _Certification(options, model, tokenizer, settings, progress)
     with run.showing(name):
         run.run(texts_or_inputs)

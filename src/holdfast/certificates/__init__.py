@@ -1,11 +1,16 @@
 """Certificates: up to which perturbation, and in which arithmetic, a token keeps its selected experts.
 
 `certify` returns a radius for each token: exact, a lower bound, or, for the majority vote of any router, one that is correct
-with a stated confidence. `undecided` returns which tokens rounding alone could flip. docs/certificates.md has the formulas.
+with a stated confidence. `certify_output` bounds how much the output of a layer changes. `undecided` returns which tokens
+rounding alone could flip. docs/certificates.md has the formulas.
 """
 
 from holdfast.certificates.certificates import Certificates as Certificates
 from holdfast.certificates.certificates import Kind as Kind
+from holdfast.certificates.networks import Networks as Networks
+from holdfast.certificates.outputs import LayerParts as LayerParts
+from holdfast.certificates.outputs import OutputCertificate as OutputCertificate
+from holdfast.certificates.outputs import certify_output as certify_output
 from holdfast.certificates.radii import certify as certify
 from holdfast.certificates.radii import rounding_errors as rounding_errors
 from holdfast.certificates.radii import undecided as undecided

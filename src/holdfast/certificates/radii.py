@@ -66,7 +66,7 @@ def certify(
         raise NoCertificate(f"with {type(subject.select).__name__} every token uses every expert: no set can be certified.")
     score_arithmetic = None if arithmetic is None else Arithmetic.of(arithmetic, rounding=rounding)
     try:
-        return _certify_all(_describe(subject, tokens, context, norm), tokens.shape[:-1], norm, score_arithmetic)
+        return certify_described(describe(subject, tokens, context, norm), tokens.shape[:-1], norm, score_arithmetic)
     except NoCertificate as reason:
         if smoothing is not None and isinstance(subject, Router):
             return certify_vote(MajorityVote(subject, smoothing, context=context), tokens, norm)
@@ -92,7 +92,7 @@ def undecided(
     wrong for a few tokens in 10^9, if errors are independent. Padding is never undecided.
     """
     arithmetic = Arithmetic.of(dtype, accumulate, rounding)
-    described = _describe(subject, tokens, context, "l2")
+    described = describe(subject, tokens, context, "l2")
     radii = [problem.nearest(problem.errors(arithmetic, None)).radius for _, problem in described.problems()]
     radii.append(torch.zeros(0, dtype=torch.float64, device=tokens.device))  # there may be no tokens
     return ((torch.cat(radii) <= 0) & described.real.flatten()).view(tokens.shape[:-1])
@@ -110,10 +110,10 @@ def rounding_errors(
 ) -> Tensor:
     """Return (T,E) float64: a bound for the error of each expert's logit when scores are computed in `dtype`."""
     arithmetic = Arithmetic.of(dtype, accumulate, rounding)
-    return _describe(subject, tokens, context, "l2").scoring.value_errors(arithmetic, None)
+    return describe(subject, tokens, context, "l2").scoring.value_errors(arithmetic, None)
 
 
-def _describe(subject: Router | Gate, tokens: Tensor, context: Context | None, norm: Norm) -> CertifiedRouter:
+def describe(subject: Router | Gate, tokens: Tensor, context: Context | None, norm: Norm) -> CertifiedRouter:
     """Describe the subject at `tokens (B,N,d)` or `(T,d)`; raise ValueError for wrong arguments."""
     if not isinstance(subject, Router | Gate):
         name = type(subject).__name__
@@ -143,7 +143,9 @@ def _describe(subject: Router | Gate, tokens: Tensor, context: Context | None, n
     return describe_gate(subject, tokens, norm)
 
 
-def _certify_all(subject: CertifiedRouter, shape: torch.Size, norm: Norm, arithmetic: Arithmetic | None) -> Certificates:
+def certify_described(
+    subject: CertifiedRouter, shape: torch.Size, norm: Norm, arithmetic: Arithmetic | None
+) -> Certificates:
     """Certify the tokens of `subject`, which have this shape; `arithmetic=None` means real numbers."""
     results: list[dict[str, Tensor]] = []
     kind: Kind = "exact"

@@ -21,6 +21,7 @@ from holdfast.routing.declarations import (
     Mixing,
     NoCertificate,
     Order,
+    Shares,
     Values,
     keep_always,
     keep_best,
@@ -66,6 +67,7 @@ class CertifiedRouter:
     sorts_gates  conditions on logits are decided by comparing rounded gates
     chosen       (T,E) bool: the router's own sets, to check the declaration
     core         how many of the best experts are certified; None: the whole set
+    shares       how weights follow from scores, as a selector or a rule declares it
     """
 
     scoring: Scoring
@@ -79,6 +81,7 @@ class CertifiedRouter:
     sorts_gates: bool = False
     chosen: Tensor | None = None
     core: int | None = None
+    shares: Callable[[], Shares | None] | None = None
 
     def __post_init__(self) -> None:
         if self.mixing is not None and self.gate.name != "softmax":
@@ -216,7 +219,8 @@ def describe_router(router: Router, tokens: Tensor, context: Context, norm: Norm
         router(tokens, context)  # raises ValueError if the context lacks what the router reads
         scoring = score_geometry(name, Order(tokens.new_zeros(router.experts, tokens.shape[-1])), tokens, norm)
         real, by = context.real_tokens(tokens), type(router.select).__name__
-        return CertifiedRouter(scoring, lambda scores: keep_always(scores.key), by, SOFTMAX, real)
+        shares = router.select.declares.shares
+        return CertifiedRouter(scoring, lambda scores: keep_always(scores.key), by, SOFTMAX, real, shares=shares)
     described = describe_parts(router, tokens, context, norm)
     routing = router(tokens, context)
     return replace(described, gates=None if described.mixing is None else routing.gates, chosen=routing.chosen)
@@ -257,6 +261,7 @@ def describe_parts(router: Router, tokens: Tensor, context: Context, norm: Norm,
         graph,
         mixing,
         core=of_select.core,
+        shares=of_select.shares,
     )
 
 
@@ -270,7 +275,8 @@ def describe_gate(gate: Gate, tokens: Tensor, norm: Norm) -> CertifiedRouter:
     logits = scoring.values.logits
     chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, top(native_keys(gate.rule, logits), gate.k), True)
     conditions = partial(gate.rule.conditions, k=gate.k)
-    return CertifiedRouter(scoring, conditions, gate.rule.name, gate.rule.gate, real, sorts_gates=True, chosen=chosen)
+    described = CertifiedRouter(scoring, conditions, gate.rule.name, gate.rule.gate, real, sorts_gates=True, chosen=chosen)
+    return replace(described, shares=partial(gate.rule.shares, gate.k))
 
 
 def native_keys(rule: Rule, logits: Tensor) -> Tensor:

@@ -26,6 +26,8 @@ class Certify(MeasuredData):
     """Norm of perturbations: their Euclidean length, or the largest change of any feature."""
     rounding: Literal["worst", "likely"] = "worst"
     """Rounding error to subtract from the radii: the worst case, or a bound that one case in 10^9 exceeds."""
+    outputs: tuple[float, ...] = ()
+    """Bound how much the output of each layer changes if its input moves by up to these shares of its length."""
     sigma: float | None = None
     """Standard deviation of the noise of a majority vote, for routers without a certificate."""
     samples: int = 1000
@@ -44,7 +46,7 @@ class Certify(MeasuredData):
         noise = {"samples": self.samples, "alpha": self.alpha, "seed": self.seed}
         smoothing = None if self.sigma is None else Smoothing(sigma=self.sigma, **noise)  # type: ignore[arg-type]
         model, material = self.read_model(self.model)
-        names = ("norm", "rounding", "batch", "length", "tokens")
+        names = ("norm", "rounding", "outputs", "batch", "length", "tokens")
         given: dict[str, Any] = {"smoothing": smoothing, **{name: getattr(self, name) for name in names}}
         found = certify_model(model, material, tokenizer=material.tokenizer, name=self.model, **given)
         summary = found.summary()
@@ -80,9 +82,41 @@ def print_certificates(found: dict[str, Any]) -> None:
             "any perturbation of that share of their norm. bf16, fp16: share of undecided tokens, which rounding may flip."
         )
         show(Table.of(f"{found['model']['name']}: {found['tokens']} tokens, {found['how']['norm']}", rows, note))
+    _print_outputs(found)
     for layer in found["layers"]:
         if layer["skipped"] is not None:
             print(f"layer {layer['layer']} is not certified: {layer['skipped']}")
+
+
+def _print_outputs(found: dict[str, Any]) -> None:
+    """Print how much the output of each layer can change, if that was asked for."""
+    from holdfast.report.tables import Table
+
+    rows, levels = [], ""
+    for layer in found["layers"]:
+        for row in layer.get("outputs", {}).get("radii", []):
+            levels = ", ".join(row["share_at"])
+            rows.append(
+                {
+                    "layer": layer["layer"],
+                    "radius": f"{row['radius']:g}",
+                    "change": _radius(row["relative_change"]),
+                    "weights": f"{row['weight_change']:.2g}",
+                    "experts": row["experts"],
+                    **{level: f"{share:.1%}" for level, share in row["share_at"].items()},
+                }
+            )
+    if rows:
+        note = (
+            "An upper bound of the change of a layer's output if its input moves by up to radius times its own length in "
+            "l2. Medians over tokens: change, the bound over the output's length; weights, the part of the weights that can "
+            f"move; experts, those that can be in use. {levels}: share of tokens whose output changes by at most that share "
+            "of its length."
+        )
+        show(Table.of("layer outputs", rows, note))
+    for layer in found["layers"]:
+        if layer.get("outputs", {}).get("skipped") is not None:
+            print(f"the output of layer {layer['layer']} is not bounded: {layer['outputs']['skipped']}")
 
 
 def _radius(value: float | None) -> str:

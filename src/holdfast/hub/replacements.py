@@ -374,11 +374,15 @@ def _is_swiglu(module: Any) -> bool:
     """Whether the activation is exactly silu(gate) * up, for which there is a fused kernel."""
     from transformers.activations import SiLUActivation
 
+    return bool(module.has_gate) and has_default_gate(module) and type(module.act_fn) is SiLUActivation
+
+
+def has_default_gate(module: Any) -> bool:
+    """Whether gated experts compute act_fn(gate) * up, and not a function of their family's."""
     # `override_config` has imported it. Old versions of torch.compile cannot trace an import of it here.
     moe = sys.modules["transformers.integrations.moe"]
     default = getattr(moe, "_default_apply_gate", None)  # families with another activation replace this method
-    is_default = default is not None and getattr(type(module), "_apply_gate", None) is default
-    return bool(module.has_gate) and is_default and type(module.act_fn) is SiLUActivation
+    return default is not None and getattr(type(module), "_apply_gate", None) is default
 
 
 def as_linear(module: Any) -> nn.Linear | Projection:

@@ -14,12 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from holdfast.certificates.networks import Networks
 from holdfast.errors import require_known
 from holdfast.kernels.grouped import Dispatch, dispatch, gather_mm, mm_combine
 from holdfast.kernels.quantised import FLOATS, as_float
 from holdfast.kernels.torch_internals import is_exporting
 from holdfast.layers.expert_parallel import ExpertShards
 from holdfast.layers.gradient_scaling import with_scaled_gradient
+from holdfast.routing.declarations import NoCertificate
 
 Activation = Callable[[Tensor], Tensor]
 UNKNOWN_FORMAT = "experts cannot run with weights in this format; exclude them from quantisation"
@@ -99,6 +101,18 @@ class Experts(nn.Module):
         up, down = self._weight(self._up_name), self._weight("down_proj")
         network = Network(up, down, up_bias, down_bias, self._activate, glu)
         return run_experts(tokens, experts, weights, network, self.shards, most_rows, factors)
+
+    def networks(self, activation: Activation | None = None) -> Networks:
+        """Return the experts as certificates read them; raise NoCertificate if how far they move has no known bound.
+
+        activation   the activation in evaluation; None: `self.activation`
+        """
+        activation = self.activation if activation is None else activation
+        up, down = (as_float(self, name, UNKNOWN_FORMAT) for name in (self._up_name, "down_proj"))
+        up_bias, down_bias = (getattr(self, f"{self._up_name}_bias"), self.down_proj_bias) if self.has_bias else (None, None)
+        if self.shards is not None:
+            raise NoCertificate("no bound of the output is known on one rank: these experts are sharded over ranks")
+        return Networks(up, down, activation, slope_of(activation), self.gated, up_bias, down_bias)
 
     def _weight(self, name: str) -> Tensor:
         """Return a weight as floating-point numbers; raise ValueError if that is not possible."""
@@ -275,3 +289,30 @@ ACTIVATIONS: dict[str, Activation] = {
     "tanh": F.tanh,
     "sigmoid": F.sigmoid,
 }
+# The largest |act'(z)|, rounded up. That of relu2 has no bound.
+SLOPES = {"silu": 1.09984, "gelu": 1.12891, "gelu_tanh": 1.129, "relu": 1.0, "tanh": 1.0, "sigmoid": 0.25}
+# Classes of torch and transformers that compute these functions.
+MODULES = {
+    "SiLUActivation": "silu",
+    "SiLU": "silu",
+    "GELUActivation": "gelu",
+    "GELUTanh": "gelu_tanh",
+    "NewGELUActivation": "gelu_tanh",
+    "FastGELUActivation": "gelu_tanh",
+    "ReLU": "relu",
+    "Tanh": "tanh",
+    "Sigmoid": "sigmoid",
+}
+
+
+def slope_of(activation: Activation) -> float:
+    """Return the steepest slope of an activation; raise NoCertificate if it has none, or is not known."""
+    kind = type(activation)
+    name = next((name for name, function in ACTIVATIONS.items() if function is activation), None)
+    if name is None and kind.__module__.split(".")[0] in ("torch", "transformers"):
+        name = MODULES.get(kind.__name__)
+    if name not in SLOPES:
+        called = name or getattr(activation, "__name__", kind.__name__)
+        reason = f"no steepest slope is known for their activation, {called}; known are {', '.join(SLOPES)}"
+        raise NoCertificate(f"no bound of the output is known for these experts: {reason}")
+    return SLOPES[name]

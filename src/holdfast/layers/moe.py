@@ -11,14 +11,15 @@ B sequences of N tokens, width d, E experts with p slots each
 
 from abc import ABC, abstractmethod
 from dataclasses import replace
-from typing import ClassVar, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
 
+from holdfast.certificates import LayerParts, Networks, NoCertificate
 from holdfast.kernels.torch_internals import is_exporting
 from holdfast.layers.expert_losses import Teacher, of_experts
-from holdfast.layers.experts import Activation, Experts, resolve_activation
+from holdfast.layers.experts import Activation, Experts, resolve_activation, slope_of
 from holdfast.layers.gradient_scaling import gradient_factors
 from holdfast.layers.losses import Losses
 from holdfast.routing import Context, Router, Routing
@@ -129,6 +130,13 @@ class MoE(RoutedLayer):
 
     kind = "moe"
 
+    def output_parts(self) -> LayerParts:
+        """Return what `holdfast.certificates.certify_output` reads; raise NoCertificate if a part has no known bound."""
+        if not isinstance(self.experts, Experts):
+            raise NoCertificate(f"no bound of the output is known for experts that are a {type(self.experts).__name__}")
+        shared = None if self.shared is None else network_of(self.shared)
+        return LayerParts(self.router, self.experts.networks(), shared, self.router.scale)
+
     @staticmethod
     def run(
         experts: Experts,
@@ -224,6 +232,31 @@ def name_layers(model: nn.Module) -> nn.Module:
         if isinstance(module, Router):
             module.layer = name or module.layer
     return model
+
+
+def network_of(module: nn.Module, switch: Tensor | None = None) -> Networks:
+    """Return a dense feed-forward network with the submodules of `FeedForward`, as certificates read it.
+
+    It may be another library's, with its activation as `act_fn`. `switch (d,)` as in `Networks`. Raise NoCertificate for
+    others.
+    """
+    gate, up, down = (getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj"))
+    activation: Any = getattr(module, "activation", getattr(module, "act_fn", None))
+    ups: list[Any] = [up] if gate is None else [gate, up]
+    if activation is None or not all(type(part) is nn.Linear for part in (*ups, down)):
+        raise NoCertificate(f"no bound of the output is known for a shared expert that is a {type(module).__name__}")
+    layers: list[Any] = [*ups, down]
+    biases = [torch.zeros_like(part.weight[:, 0]) if part.bias is None else part.bias for part in layers]
+    return Networks(
+        torch.cat([part.weight for part in ups]).unsqueeze(0),
+        layers[-1].weight.unsqueeze(0),
+        activation,
+        slope_of(activation),
+        gate is not None,
+        torch.cat(biases[:-1]).unsqueeze(0),
+        biases[-1].unsqueeze(0),
+        switch,
+    )
 
 
 class FeedForward(nn.Module):

@@ -32,6 +32,7 @@ from holdfast.routing.declarations import Cost as Cost
 from holdfast.routing.declarations import LayerSizes as LayerSizes
 from holdfast.routing.declarations import Mixing as Mixing
 from holdfast.routing.declarations import Order as Order
+from holdfast.routing.declarations import Shares as Shares
 from holdfast.routing.declarations import Values as Values
 from holdfast.routing.declarations import keep_above as keep_above
 from holdfast.routing.declarations import keep_best as keep_best

@@ -30,11 +30,13 @@ from holdfast.kernels.select import top
 from holdfast.routing.declarations import (
     FLOAT,
     INTEGER,
+    SIGMOID,
     ActiveExperts,
     Conditions,
     Cost,
     GateFunction,
     NoCertificate,
+    Shares,
     keep_best,
     selection_bytes,
 )
@@ -101,6 +103,7 @@ class ExpertChoice(Selector):
             cost=lambda sizes: Cost("selection", kept=selection_bytes(self.experts, sizes)),
             active=lambda sizes: active,
             conditions=self._conditions,
+            shares=lambda: Shares(self.k, "all"),
             equal_loads=True,
             refuses_dropout=BALANCES_ALL,
         )
@@ -240,6 +243,7 @@ class Sinkhorn(Selector, StatefulPart):
             cost=lambda sizes: Cost("selection", kept=selection_bytes(self.k, sizes), summed=summed, summed_again=summed),
             active=lambda sizes: active,
             conditions=self._conditions,
+            shares=lambda: None if self.k == 1 or self.has_bias else Shares(self.k, "nothing"),
             levels=self._levels,
             snapshot=self._snapshot,
             refuses_dropout=BALANCES_ALL,
@@ -300,6 +304,7 @@ class BaseAssignment(Selector):
             cost=lambda sizes: Cost("selection", kept=selection_bytes(self.k, sizes), gathered=FLOAT * self.experts),
             active=lambda sizes: ActiveExperts(self.k, self.k, self.k),
             conditions=lambda scores: keep_best(scores.key, self.k, scores.compares),
+            shares=lambda: Shares(self.k, "nothing", gate=SIGMOID),
             refuses_informers=NOT_BY_GATES,
             refuses_dropout=BALANCES_ALL,
         )

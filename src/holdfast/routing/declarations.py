@@ -1,6 +1,7 @@
 """What parts of a router declare about themselves, so that certificates and plans need not know their classes.
 
-**For certificates.** `Order` and `Values` describe a score, `Mixing` a token-side informer, `Conditions` a selector.
+**For certificates.** `Order` and `Values` describe a score, `Mixing` a token-side informer, `Conditions` and `Shares` a
+selector.
 
     keep_best               the k largest keys stay larger than all others
     keep_above              all keys above a threshold, and no others
@@ -14,6 +15,7 @@
 uses. Parameters, state and FLOPs are counted from the part itself.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -47,6 +49,10 @@ class GateFunction:
 
     def __call__(self, logits: Tensor) -> Tensor:
         return self.function(logits)
+
+
+def _is_core(gaps: Tensor) -> Tensor:
+    return (gaps <= 0).to(gaps.dtype)
 
 
 SOFTMAX = GateFunction("softmax", partial(torch.softmax, dim=-1))
@@ -139,6 +145,30 @@ class Mixing:
     strength: float
     change: Callable[[Tensor, bool], Tensor] | None = None
     roundings: int = 0
+
+
+@final
+@dataclass(frozen=True)
+class Shares:
+    """How weights follow from scores in evaluation: amount = gate * factor, for the experts in use.
+
+    divided_by  what amounts are divided by: "set", their own sum; "all", the sum of the gates of all experts; or "nothing"
+    best        the set is the `best` largest keys, and experts less than `width` below the last of them, where keys are
+                logits, or logarithms of informed gates; None: the set is that of the declared conditions, without factors
+    width       the width of the strip below the k-th key; 0: there is none
+    factor      from gaps, the k-th key minus that of an expert, to factors: 1 up to 0, 0 from `width` on, not increasing
+    slope       the largest slope of `factor`; infinite if it has no bound
+    equal       True: all experts of the set have equal weights
+    gate        what amounts are instead of the gates that the selector reads; None: these gates
+    """
+
+    best: int | None
+    divided_by: Literal["set", "all", "nothing"] = "set"
+    width: float = 0.0
+    factor: Callable[[Tensor], Tensor] = _is_core
+    slope: float = math.inf
+    equal: bool = False
+    gate: GateFunction | None = None
 
 
 @final

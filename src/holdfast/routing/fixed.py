@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from holdfast.kernels.fp32_linear import linear_float32
 from holdfast.kernels.select import top
-from holdfast.routing.declarations import FLOAT, SIGMOID, ActiveExperts, Cost, selection_bytes
+from holdfast.routing.declarations import FLOAT, SIGMOID, ActiveExperts, Cost, Shares, selection_bytes
 from holdfast.routing.parts import NOT_BY_GATES, Score, ScoreDeclarations, Selector, SelectorDeclarations
 from holdfast.routing.records import Context
 from holdfast.routing.rules import Scores, Selection, gather_slots
@@ -150,6 +150,7 @@ class EqualWeights(Selector):
     def declares(self) -> SelectorDeclarations:
         return SelectorDeclarations(
             cost=lambda sizes: Cost("selection", kept=selection_bytes(self.k, sizes)),
+            shares=lambda: Shares(None, equal=True),
             active=lambda sizes: ActiveExperts(self.k, self.k, self.k),
             refuses_informers=NOT_BY_GATES,
             takes_noise=False,

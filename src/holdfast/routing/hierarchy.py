@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from holdfast.errors import require_known
 from holdfast.kernels.select import top
-from holdfast.routing.declarations import Conditions, NoCertificate, best, joined_conditions, swap_conditions
+from holdfast.routing.declarations import Conditions, NoCertificate, Shares, best, joined_conditions, swap_conditions
 from holdfast.routing.fixed import NOT_CHOSEN
 from holdfast.routing.parts import LinearScore, SelectorDeclarations
 from holdfast.routing.records import Context
@@ -126,6 +126,10 @@ class GroupedRule(Rule):
 
     def weigh(self, scores: Scores, experts: Tensor, in_use: Tensor, fade: Tensor | None, k: int) -> Tensor:
         return self.base.weigh(scores, experts, in_use, fade, k)
+
+    def shares(self, k: int) -> Shares | None:
+        of_base = self.base.shares(k)
+        return None if of_base is None else replace(of_base, best=None)
 
     def conditions(self, scores: Scores, k: int) -> Conditions | None:
         """Declare that the chosen experts stay the best of the kept groups, and that the kept groups keep the larger sums.

@@ -32,6 +32,7 @@ from holdfast.routing.declarations import (
     LayerSizes,
     Mixing,
     Order,
+    Shares,
 )
 from holdfast.routing.records import Context
 from holdfast.routing.rules import Scores, Selection
@@ -116,6 +117,8 @@ class SelectorDeclarations(Declarations):
     """What a selector may declare, besides the fields of `Declarations`.
 
     conditions      the conditions under which tokens keep their set in evaluation; None: no certificate is known
+    shares          how weights follow from scores in evaluation; None: no bound of a layer's output is known. It may raise
+                    NoCertificate, with the reason
     core            the size of the hard core, which is certified and compared as a token's set; None: that is the whole set.
                     Experts outside the core enter and leave with weight 0, which is not a flip
     levels          (B,N,E): the values whose differences are the gaps between experts, in the order of selection
@@ -139,6 +142,7 @@ class SelectorDeclarations(Declarations):
     """
 
     conditions: Callable[[Scores], Conditions | None] | None = None
+    shares: Callable[[], Shares | None] | None = None
     core: int | None = None
     levels: Callable[[Scores], Tensor] = attrgetter("logits")
     active: Callable[[LayerSizes], ActiveExperts] | None = None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from holdfast.kernels.select import TINY, Amounts, top, weigh
-from holdfast.routing.declarations import SOFTMAX, Compared, Conditions, GateFunction, keep_best
+from holdfast.routing.declarations import SOFTMAX, Compared, Conditions, GateFunction, Shares, keep_best
 from holdfast.routing.records import Routing
 
 EXCLUDED = torch.finfo(torch.float32).min  # a rank; not -inf, because ONNX cannot sort infinities
@@ -139,6 +139,10 @@ class Rule(ABC):
         """Declare the conditions under which tokens keep their k experts; None if no certificate is known."""
         return None
 
+    def shares(self, k: int) -> Shares | None:
+        """Declare how the weights of k experts follow from scores; None if no bound of a layer's output is known."""
+        return None
+
 
 class Softmax(Rule):
     """Gates are a softmax of the logits; weights are the gates, divided by their sum if `renormalise`."""
@@ -157,6 +161,9 @@ class Softmax(Rule):
 
     def conditions(self, scores: Scores, k: int) -> Conditions | None:
         return keep_best(scores.key, k, scores.compares)
+
+    def shares(self, k: int) -> Shares | None:
+        return Shares(k, "set" if self.renormalise else "nothing")
 
 
 def faded_gates(scores: Scores, experts: Tensor, in_use: Tensor, fade: Tensor | None) -> Tensor:

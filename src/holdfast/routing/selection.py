@@ -55,12 +55,18 @@ class TopK(Selector):
         return SelectorDeclarations(
             cost=lambda sizes: Cost("selection", kept=selection_bytes(self.slots, sizes)),
             active=lambda sizes: ActiveExperts(self.slots, self.slots, self.slots, about),
-            conditions=lambda scores: self.rule.conditions(scores, self.k if self.k_final is None else int(self.active)),
+            conditions=lambda scores: self.rule.conditions(scores, self.in_use),
+            shares=lambda: self.rule.shares(self.in_use),
             levels=self.rule.levels,
             rule=self.rule.name,
             weights_option=self.rule.weights_option,
             refuses_dropout=None if self.k_final is None else "changes its number of experts in training",
         )
+
+    @property
+    def in_use(self) -> int:
+        """How many experts a token has now."""
+        return self.k if self.k_final is None else int(self.active)
 
     @property
     def slots(self) -> int:

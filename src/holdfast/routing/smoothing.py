@@ -26,6 +26,8 @@ whole batch. In evaluation, and in training with `rows="all"`, all experts in th
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache, partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -37,7 +39,15 @@ from holdfast.errors import require_known
 from holdfast.kernels.operators import snapshot_for_backward
 from holdfast.kernels.select import POWERS, Limit, Powers, select_smooth_top_k, smooth_strip
 from holdfast.kernels.statistics import DIGITS, midpoint, order_statistic, update_running_mean
-from holdfast.routing.declarations import INTEGER, ActiveExperts, Cost, LayerSizes, selection_bytes
+from holdfast.routing.declarations import (
+    INTEGER,
+    ActiveExperts,
+    Cost,
+    LayerSizes,
+    NoCertificate,
+    Shares,
+    selection_bytes,
+)
 from holdfast.routing.parts import Selector, SelectorDeclarations, normalise
 from holdfast.routing.records import Context
 from holdfast.routing.rules import Rule, Scores, Selection, Softmax
@@ -46,6 +56,7 @@ from holdfast.routing.state import StatefulPart, flag, sum_over_ranks
 
 MEMORY = 0.95  # weight of the old value in the running mean of the width
 SPARE = 2  # in training, how many times the budget of extra experts have rows
+INTERVALS = 2**17  # on which the slope of the factors in the strip is bounded
 ETA_START = -9.0  # eta at the start of training, with eps = softplus(eta)
 
 
@@ -160,6 +171,7 @@ class SmoothTopK(Selector, StatefulPart):
             cost=self._cost,
             active=lambda sizes: active,
             conditions=lambda scores: self.rule.conditions(scores, self.k),
+            shares=self._shares,
             core=self.k,  # experts in the strip enter and leave with weight 0, which does not count as a flip
             levels=self.rule.levels,
             overflow=self.overflow,
@@ -168,6 +180,17 @@ class SmoothTopK(Selector, StatefulPart):
             weights_option=self.rule.weights_option,
             not_limited="dropping an expert makes the output discontinuous",
         )
+
+    def _shares(self) -> Shares | None:
+        of_rule, width, unknown = self.rule.shares(self.k), float(self.eps()), "no bound of the output is known for"
+        if of_rule is None or width == 0:
+            return of_rule
+        if self.slots < self.experts:
+            raise NoCertificate(f"{unknown} smooth[most={self.slots}]: the width of a strip depends on the next expert")
+        if of_rule.best is None:
+            raise NoCertificate(f"{unknown} SmoothTopK under the rule {self.rule.name}: its strip is not one of logits")
+        factor = partial(strip_factor, width=width, powers=self.powers)
+        return replace(of_rule, width=width, factor=factor, slope=steepest(self.powers) / width)
 
     def ranks(self, scores: Scores) -> Tensor:
         return scores.rank_lost_last(self.rule.ranks(scores))
@@ -319,6 +342,30 @@ class SmoothTopK(Selector, StatefulPart):
             allowed = (self.budget_now * tokens).round().long()  # extra experts that the whole batch may use
             found |= {"width": midpoint(gaps, real, allowed, sum_over_ranks), "tokens": tokens}
         return found
+
+
+def strip_factor(gaps: Tensor, width: float, powers: Powers = POWERS) -> Tensor:
+    """Return the factor exp(S(u)) of each gap c - logit in a strip of this width: 1 up to a gap of 0, 0 from `width` on."""
+    u = (1 - gaps / width).clamp(0, 1)
+    below, above = u**powers.a, (1 - u) ** powers.b
+    return below / (below + above)
+
+
+@lru_cache
+def steepest(powers: Powers) -> float:
+    """Return an upper bound of the slope of exp(S(u)), which is 17.76 for a = 1, b = 50; infinite if a < 1 or b < 1.
+
+    With Q = u^a + (1-u)^b, the slope is (a u^(a-1) (1-u)^b + b u^a (1-u)^(b-1)) / Q^2. On a short interval every power is
+    largest at one of its ends, and Q is at least the sum of the smallest ones. The bound is less than 0.1% too high for the
+    default powers.
+    """
+    a, b = powers
+    if min(a, b) < 1:
+        return math.inf
+    ends = torch.linspace(0, 1, INTERVALS + 1, dtype=torch.float64)
+    low, high = ends[:-1], ends[1:]
+    rising = a * high ** (a - 1) * (1 - low) ** b + b * high**a * (1 - low) ** (b - 1)
+    return float((rising / (low**a + (1 - high) ** b).square()).max())
 
 
 def _narrowed(eps: Tensor, gaps: Tensor, counted: Tensor | None, rows: Tensor) -> Tensor:

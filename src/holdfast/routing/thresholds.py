@@ -40,6 +40,7 @@ from holdfast.routing.declarations import (
     Cost,
     GateFunction,
     NoCertificate,
+    Shares,
     keep_above,
     selection_bytes,
 )
@@ -102,6 +103,7 @@ class TopP(Selector):
             cost=lambda sizes: Cost("selection", kept=selection_bytes(self.experts, sizes)),
             active=lambda sizes: ActiveExperts(most, most, self.experts, "depends on the data; an upper bound"),
             conditions=lambda scores: keep_above(scores.gates, float(self.threshold()), "gates", at_least_one=True),
+            shares=lambda: Shares(None),
         )
 
 
@@ -233,6 +235,7 @@ class ReLU(Selector, StatefulPart):
             cost=lambda sizes: Cost("selection", kept=selection_bytes(self.experts, sizes), summed=numbers * FLOAT),
             active=lambda sizes: ActiveExperts(self.k, self.k, self.experts, "steered to k; more at the start"),
             conditions=lambda scores: keep_above(scores.key, 0.0, scores.compares),
+            shares=lambda: Shares(self.experts, "nothing"),  # those that are not selected have the weight 0
             snapshot=lambda: {"l1": self.l1},
             refuses_dropout="has no next best expert for a token whose experts are all dropped",
         )

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from holdfast.certificates import NoCertificate, certify
+from holdfast.certificates import LayerParts, Networks, NoCertificate, certify, certify_output
 from holdfast.kernels import fp32_linear, grouped, token_mixing  # noqa: F401  (they define the operators)
 from holdfast.routing import Context, Router, RouterCache, Routing
 from holdfast.routing.declarations import FLOAT, LayerSizes
@@ -30,6 +30,8 @@ KEPT_WITHIN = 4  # the factor by which declared bytes for the backward may diffe
 WITHIN = 0.999  # of a certified radius: the float32 sum of token and perturbation is rounded
 ATTACK_STEPS = 12
 DIRECTIONS = 24
+WEIGHT_RADII = (0.003, 0.03, 0.3)  # as shares of a token's length
+GAPS = 3000  # at which the factor of a strip is measured
 BISECTIONS = 22  # then two inputs differ by about one rounding
 
 
@@ -298,6 +300,48 @@ def check_declared_certificate(subject: RouterUnderTest) -> str:
                 moved = move(moved - tokens + ahead, reach, f"towards expert {other}")
     sure = float((radius > 0).float().mean())
     return f"{found.kind}; {sure:.0%} of the tokens have a radius"
+
+
+def check_declared_weights(subject: RouterUnderTest) -> str:
+    """Check that declared weights are those of the router, and move no farther than the bound that follows from them.
+
+    Check that experts in use are among those that the bound expects, and that the factor of a strip is what is declared.
+    """
+    router, tokens = subject.build().eval(), subject.tokens()
+    context, lengths = subject.context(tokens), tokens.norm(dim=-1, keepdim=True)
+    none = torch.zeros(router.experts, 1, router.dim)
+    networks = Networks(none, none.mT, torch.relu, 1.0, gated=False)
+    try:
+        found = certify_output(LayerParts(router, networks), tokens, WEIGHT_RADII, context, relative=True)
+    except NoCertificate as reason:
+        raise NotApplicable(str(reason)) from None
+    except ValueError as wrong:
+        raise AssertionError(str(wrong)) from None
+    declared = router.select.declares.shares
+    shares = None if declared is None else declared()
+    assert shares is not None
+    if shares.width > 0:
+        factors = shares.factor(torch.linspace(-1, 2, GAPS + 1, dtype=torch.float64) * shares.width)
+        steepest = float(factors.diff().abs().max()) * GAPS / (3 * shares.width)
+        assert float(factors[0]) == 1 and float(factors[-1]) == 0, "the factor is not 1 above a strip, or not 0 below it"
+        assert bool((factors.diff() <= 0).all()), "the factor of a strip increases with the gap"
+        assert steepest <= shares.slope * (1 + 1e-9), f"the factor has a slope of {steepest:.3g}, above the declared one"
+    before = router(tokens, context).dense_weights
+    steps = [subject.tokens(seed=1000 + seed) for seed in range(DIRECTIONS)]
+    leaf = tokens.detach().requires_grad_()
+    gates = router(leaf, context).gates
+    if gates.requires_grad:
+        steps += [torch.autograd.grad(gates[:, one].sum(), leaf, retain_graph=True)[0] for one in range(router.experts)]
+    for place, radius in enumerate(WEIGHT_RADII):
+        for step in steps:
+            with torch.no_grad():
+                moved = router(tokens + WITHIN * radius * lengths * _unit(step), context)
+            change = (moved.dense_weights - before).abs().sum(1) / 2
+            most = found.change[..., place].flatten()
+            assert bool((change <= 1.001 * most + 1e-4).all()), f"weights move by more than the bound, at radius {radius}"
+            outside = moved.chosen & ~found.reach[..., place, :].flatten(0, -2)
+            assert not outside.any(), f"an expert is in use that the bound does not expect, at radius {radius}"
+    return f"median bound of the change of weights {float(found.change[..., 0].median()):.2g} at radius {WEIGHT_RADII[0]}"
 
 
 def _unit(rows: Tensor) -> Tensor:

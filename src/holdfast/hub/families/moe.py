@@ -21,6 +21,7 @@ from holdfast.routing.declarations import (
     SOFTMAX,
     Conditions,
     NoCertificate,
+    Shares,
     keep_best,
     keep_best_in_groups,
 )
@@ -82,6 +83,9 @@ class BestGates(Rule):
     def weigh(self, scores: Scores, experts: Tensor, in_use: Tensor, fade: Tensor | None, k: int) -> Tensor:
         gates = faded_gates(scores, experts, in_use, fade)
         return normalise(gates) if self.renormalise else gates
+
+    def shares(self, k: int) -> Shares | None:
+        return Shares(None, "set" if self.renormalise else "nothing")
 
     def conditions(self, scores: Scores, k: int) -> Conditions | None:
         has_groups = self.groups_kept < self.groups
