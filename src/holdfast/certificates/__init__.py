@@ -1,17 +1,20 @@
 """Certificates: up to which perturbation, and in which arithmetic, a token keeps its selected experts.
 
 `certify` returns a radius for each token: exact, a lower bound, or, for the majority vote of any router, one that is correct
-with a stated confidence. `undecided` returns which tokens rounding alone could flip. docs/certificates.md has the formulas.
+with a stated confidence. `certify_predictions` does the last for the class that a classifier gives. `undecided` returns which
+tokens rounding alone could flip. docs/certificates.md has the formulas.
 """
 
 from holdfast.certificates.certificates import Certificates as Certificates
 from holdfast.certificates.certificates import Kind as Kind
+from holdfast.certificates.predictions import PredictionCertificates as PredictionCertificates
+from holdfast.certificates.predictions import certify_predictions as certify_predictions
 from holdfast.certificates.radii import certify as certify
 from holdfast.certificates.radii import rounding_errors as rounding_errors
 from holdfast.certificates.radii import undecided as undecided
 from holdfast.certificates.router_conditions import Gate as Gate
+from holdfast.certificates.sampling import Smoothing as Smoothing
 from holdfast.certificates.voting import MajorityVote as MajorityVote
-from holdfast.certificates.voting import Smoothing as Smoothing
 from holdfast.certificates.voting import certify_vote as certify_vote
 from holdfast.routing.bounds import NORMS as NORMS
 from holdfast.routing.bounds import Norm as Norm
