@@ -1,8 +1,8 @@
 """Certificates: up to which perturbation, and in which arithmetic, a token keeps its selected experts.
 
 `certify` returns a radius for each token: exact, a lower bound, or, for the majority vote of any router, one that is correct
-with a stated confidence. `certify_predictions` does the last for the class that a classifier gives. `undecided` returns which
-tokens rounding alone could flip. docs/certificates.md has the formulas.
+with a stated confidence. `certify_predictions` does the last for the class that a classifier gives. `undecided` returns
+which tokens rounding alone could flip. docs/certificates.md has the formulas.
 """
 
 from holdfast.certificates.certificates import Certificates as Certificates

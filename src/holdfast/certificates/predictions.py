@@ -72,21 +72,15 @@ def certify_predictions(
         raise ValueError(f"batch is {batch}; a forward needs at least 1 copy.")
     if isinstance(classify, nn.Module) and classify.training:
         raise ValueError("the classifier is in training mode, where its outputs may be random; call eval() first.")
-    classes, hits = [], []
+    classes, hits, sigma = [], [], smoothing.sigma
     for number, one in enumerate(inputs, smoothing.first):
-        chosen = _selected(classify, one, smoothing, number, batch)
-        counts = count_classes(
-            classify, one, smoothing.sigma, smoothing.samples, smoothing.seed, "samples", number, batch=batch
+        selected, counted = (
+            count_classes(classify, one, sigma, count, smoothing.seed, purpose, number, batch=batch)
+            for purpose, count in (("selection", smoothing.selection), ("samples", smoothing.samples))
         )
-        classes.append(chosen)
-        hits.append(int(counts[chosen]))
+        classes.append(int(selected.argmax()))  # of several, the first
+        hits.append(int(counted[classes[-1]]))
     return PredictionCertificates(torch.tensor(classes, dtype=torch.int64), torch.tensor(hits, dtype=torch.int64), smoothing)
-
-
-def _selected(classify: Classify, one: Tensor, smoothing: Smoothing, number: int, batch: int) -> int:
-    """Return the class that the draws of the selection gave most often; of several, the first."""
-    place = smoothing.seed, "selection", number
-    return int(count_classes(classify, one, smoothing.sigma, smoothing.selection, *place, batch=batch).argmax())
 
 
 @torch.no_grad()
