@@ -6,7 +6,7 @@ from typing import Any
 from holdfast.metrics import Difference
 from holdfast.report.export import Page
 from holdfast.report.page_shell import as_texts, listed, write_report_page
-from holdfast.report.plot_data import LEGEND, THIN, Plot, Trace, axis, dash, error_bars, escaped, line_of, symbol, trace
+from holdfast.report.plot_data import THIN, Plot, Trace, axis, dash, error_bars, escaped, line_of, symbol, trace
 from holdfast.report.tables import Cell, Table
 from holdfast.train.prediction_report import PredictionReport
 
@@ -20,21 +20,20 @@ def write_predictions(report: PredictionReport | str | Path, path: str | Path, *
 
 def prediction_page(report: PredictionReport) -> Page:
     """Return the page as data, to be rendered or exported."""
-    settings: dict[str, Any] = {name: value for name, value in vars(report.settings).items() if name != "schema"}
     table, drawn = accuracy_table(report), [accuracy_plot(report)]
     return Page(
         "predictions.html",
         drawn,
         brief=table,
         sentences=sentences(report),
-        title=f"{listed(report.labels)}, on {report.data['name']}",
+        title=f"{listed(report.labels)}, on {report.data.get('name', 'data')}",
         routers=report.labels,
         plots=drawn,
         accuracies=table,
         cells=cells_table(report),
         skipped=Table.of("What was skipped", [{"model": path, "why": why} for path, why in report.skipped.items()]),
         meaning=meaning(report),
-        how={"Settings": as_texts(settings), "Data": as_texts(report.data), "Versions": dict(report.versions)},
+        how={"Settings": as_texts(vars(report.settings)), "Data": as_texts(report.data), "Versions": dict(report.versions)},
     )
 
 
@@ -109,10 +108,10 @@ def accuracy_table(report: PredictionReport) -> Table:
             violations = report.violations(label)
             row["violations"] = Cell(f"{violations.count} of {violations.certified:,}", violations.count)
         rows.append(row)
-    over = {report.accuracy(label, 0.0).over for label in report.labels}
+    over = dict.fromkeys(str(report.accuracy(label, 0.0).over) for label in report.labels)
     note = (
-        "Accuracies in percent, with 95% intervals over "
-        f"{'; '.join(str(one) for one in sorted(map(str, over)))}. Certified at 0: classified rightly without abstaining."
+        f"Accuracies in percent, with 95% intervals ({'; '.join(over)}). Certified at 0: classified rightly without "
+        "abstaining."
     )
     return Table.of("Certified accuracy", rows, note)
 
@@ -141,12 +140,12 @@ def cells_table(report: PredictionReport) -> Table:
 def accuracy_plot(report: PredictionReport) -> Plot:
     """Draw the certified accuracy of each router as a curve with a band, and its accuracy under attack as open marks."""
     data: list[Trace] = []
+    largest = max(one.radius for model in report.models for one in model.examples)
+    end = max(largest, *report.settings.radii, report.settings.sigma)
     for place, label in enumerate(report.labels):
-        largest = max((one.radius for model in report.models_of(label) for one in model.examples), default=0.0)
-        ends = max([largest, *report.settings.radii, report.settings.sigma])
-        radii = [ends * point / (POINTS - 1) for point in range(POINTS)]
+        radii = [end * point / (POINTS - 1) for point in range(POINTS)]
         found = [report.accuracy(label, radius) for radius in radii]
-        if all(one.low is not None and one.high is not None for one in found):
+        if all(one.low is not None for one in found):
             high, low = [one.high for one in found], [one.low for one in found][::-1]
             data.append(trace(place, radii + radii[::-1], high + low, mode="none", fill="toself", hoverinfo="skip"))
         hover = f"{escaped(label)}, certified at %{{x:.3g}}: %{{y:.1f}}%"
@@ -154,30 +153,17 @@ def accuracy_plot(report: PredictionReport) -> Plot:
         if report.settings.steps:
             attacked = [0.0, *report.settings.radii]
             votes = [report.accuracy(label, radius, attacked=True) for radius in attacked]
-            style: dict[str, Any] = {"size": 9, "symbol": f"{symbol(place)}-open"}
             bars = error_bars(*((one.mean, one.low, one.high) for one in votes)) | THIN
+            style: dict[str, Any] = {"mode": "markers", "marker": {"size": 9, "symbol": f"{symbol(place)}-open"}}
             hover = f"{escaped(label)}, under attack at %{{x:.3g}}: %{{y:.1f}}%<extra></extra>"
-            data.append(
-                trace(
-                    place,
-                    attacked,
-                    [one.mean for one in votes],
-                    mode="markers",
-                    marker=style,
-                    error_y=bars,
-                    hovertemplate=hover,
-                )
-            )
+            data.append(trace(place, attacked, [one.mean for one in votes], hovertemplate=hover, error_y=bars, **style))
     caption = (
         "Lines: certified accuracy, the share of examples whose class is right and certified at this radius. Open marks: "
         "accuracy of the same vote under attack. Bands and bars are 95% intervals. A line that is clearly above its marks "
         "would contradict the certificates."
     )
-    layout = {
-        "xaxis": axis("radius (l2)", rangemode="tozero"),
-        "yaxis": axis("accuracy, %", range=[0, 102]),
-        "legend": LEGEND,
-    }
+    across = axis("radius (l2)", range=[-0.02 * end, 1.02 * end], zeroline=False)
+    layout = {"xaxis": across, "yaxis": axis("accuracy, %", range=[0, 102])}
     return Plot("certified", "Certified accuracy against radius", caption, data, layout)
 
 
