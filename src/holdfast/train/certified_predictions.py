@@ -21,7 +21,7 @@ from holdfast.attacks import attack_smoothed
 from holdfast.certificates import Smoothing, certify_predictions
 from holdfast.certificates.predictions import count_classes
 from holdfast.checked import from_mapping
-from holdfast.files import LARGEST, append, read_text, require_no_links, write_atomically
+from holdfast.files import LARGEST, append, read_json, read_text, require_no_links, write_atomically
 from holdfast.hub.folder_files import sha256_of
 from holdfast.locking import Lock, locked
 from holdfast.progress import Tell
@@ -34,7 +34,7 @@ from holdfast.train.prediction_report import (
     PredictionReport,
     PredictionSettings,
 )
-from holdfast.train.run_folder import claim, read_with_checksum
+from holdfast.train.run_folder import RUN_FILE, claim, read_with_checksum
 from holdfast.train.task import NoisyExample, Task
 from holdfast.train.task_record import MODEL, is_trained, read_record
 from holdfast.version import VERSION, versions
@@ -76,13 +76,21 @@ def models_at(path: str) -> list[NamedModel]:
     """Return the model at a path, or all cells of a comparison in the order of its results."""
     place = Path(path)
     if is_trained(place) or not (place / "cells").is_dir():
-        result = place / "result.json"
-        return [_cell(place) if result.exists() else NamedModel(path, place.name or path)]
+        return [_cell(place) if (place / "result.json").exists() else _single(path)]
     order = [_identity(result) for result in merge_results(place, [])]
     cells = [_cell(result.parent) for result in sorted(place.glob("cells/*/result.json"))]
     if not cells:
         raise ValueError(f"{place} has no finished cell; train them with holdfast compare.")
     return sorted(cells, key=lambda cell: order.index((json.dumps(cell.settings, sort_keys=True), cell.router, cell.seed)))
+
+
+def _single(path: str) -> NamedModel:
+    """Return a model of `holdfast train`, with the router and seed of its run; any other model is named by its path."""
+    try:
+        run = read_json(Path(path, RUN_FILE))
+        return NamedModel(path, str(run["router"]["name"]), int(run["seed"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return NamedModel(path, Path(path).resolve().name if Path(path).exists() else path)
 
 
 def _identity(result: dict[str, Any]) -> tuple[str, str, int]:
