@@ -51,8 +51,8 @@ def test_a_radius_of_zero_leaves_the_input_as_it_is() -> None:
 
 
 def test_wrong_options_are_refused() -> None:
-    inputs, how = torch.randn(1, 2), {"classes": torch.tensor([0]), "radius": torch.ones(1)}
+    inputs, classes, radius = torch.randn(1, 2), torch.tensor([0]), torch.ones(1)
     with pytest.raises(ValueError, match="steps"):
-        attack_smoothed(plane, inputs, **how, sigma=0.5, steps=0)
+        attack_smoothed(plane, inputs, classes, radius=radius, sigma=0.5, steps=0)
     with pytest.raises(ValueError, match="draws"):
-        attack_smoothed(plane, inputs, **how, sigma=0.5, draws=0)
+        attack_smoothed(plane, inputs, classes, radius=radius, sigma=0.5, draws=0)

@@ -10,7 +10,9 @@ from holdfast.train.prediction_report import PredictionReport
 RADII = [0.1, 0.2]
 
 
-def example(number: int, *, right: bool = True, radius: float = 0.0, stays: tuple[bool, bool, bool] | None = None) -> dict:
+def example(
+    number: int, *, right: bool = True, radius: float = 0.0, stays: tuple[bool, bool, bool] | None = None
+) -> dict[str, Any]:
     """Return an example with votes at the two radii and, if it is certified, at its own."""
     at = [*RADII, radius][: 3 if radius else 2]
     votes = [

@@ -53,10 +53,10 @@ def test_an_example_is_certified_and_attacked_at_each_radius_and_at_its_own() ->
 def test_a_wrong_example_is_attacked_only_if_it_is_certified_and_never_counts_as_right() -> None:
     certified, abstaining = (
         certify_example(example_at(0.7, label=0), SETTINGS),
-        certify_example(example_at(0.05, 0), SETTINGS),
+        certify_example(example_at(0.05, label=1), SETTINGS),
     )
     assert certified.attacked and not certified.survives(0.0) and not certified.certified(0.0)
-    assert (abstaining.chosen, abstaining.radius, abstaining.attacked) == (1, 0.0, [])
+    assert (abstaining.chosen, abstaining.radius, abstaining.attacked) == (0, 0.0, [])
     unattacked = certify_example(example_at(0.7), replace(SETTINGS, steps=0, radii=[]))
     assert unattacked.attacked == []
 

@@ -110,7 +110,7 @@ class Certify(MeasuredData):
             take_over(out)
         models = models_at(self.model)
         quiet()
-        where = {"source": self.source, "data": self.data, "class_index": self.class_index}
+        where: dict[str, Any] = {"source": self.source, "data": self.data, "class_index": self.class_index}
 
         def load(path: str) -> tuple[Any, Any]:
             return load_model_and_task(path, **where, loading=self.loading.options())

@@ -77,11 +77,10 @@ def models_at(path: str) -> list[NamedModel]:
     place = Path(path)
     if is_trained(place) or not (place / "cells").is_dir():
         return [_cell(place) if (place / "result.json").exists() else _single(path)]
-    order = [_identity(result) for result in merge_results(place, [])]
-    cells = [_cell(result.parent) for result in sorted(place.glob("cells/*/result.json"))]
+    cells = {_identity(cell): cell for cell in map(_cell, (result.parent for result in place.glob("cells/*/result.json")))}
     if not cells:
         raise ValueError(f"{place} has no finished cell; train them with holdfast compare.")
-    return sorted(cells, key=lambda cell: order.index((json.dumps(cell.settings, sort_keys=True), cell.router, cell.seed)))
+    return [cells[_identity(_named(result, ""))] for result in merge_results(place, [])]
 
 
 def _single(path: str) -> NamedModel:
@@ -93,13 +92,16 @@ def _single(path: str) -> NamedModel:
         return NamedModel(path, Path(path).resolve().name if Path(path).exists() else path)
 
 
-def _identity(result: dict[str, Any]) -> tuple[str, str, int]:
-    return json.dumps(result.get("settings", {}), sort_keys=True), str(result["router"]), int(result["seed"])
-
-
 def _cell(folder: Path) -> NamedModel:
-    result = read_with_checksum(folder / "result.json")
-    return NamedModel(str(folder), str(result["router"]), int(result["seed"]), result.get("settings", {}))
+    return _named(read_with_checksum(folder / "result.json"), str(folder))
+
+
+def _named(result: dict[str, Any], path: str) -> NamedModel:
+    return NamedModel(path, str(result["router"]), int(result["seed"]), result.get("settings", {}))
+
+
+def _identity(cell: NamedModel) -> str:
+    return json.dumps([cell.router, cell.seed, cell.settings], sort_keys=True)
 
 
 def certify_models(
@@ -155,7 +157,7 @@ def _certify_model(
     head = head or Head(weights, len(numbers), task.noise_unit, task.describe()["data"])
     lock.require(file)
     # Written again: a killed process may have left half a line.
-    write_atomically(file, "".join(f"{json.dumps(asdict(one))}\n" for one in (head, *examples)))
+    write_atomically(file, "".join(f"{json.dumps(one)}\n" for one in (asdict(head), *map(asdict, examples))))
     for number in numbers[len(examples) :]:
         examples.append(certify_example(example(number), settings))
         lock.check()
