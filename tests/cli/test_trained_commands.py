@@ -287,3 +287,40 @@ def test_two_processes_train_one_model(text: Path, trained: Path, tmp_path: Path
     for one, two in zip(*logs, strict=True):
         assert one["loss"] == pytest.approx(two["loss"], abs=1e-5)
     assert "2 ranks" in done.stdout
+
+
+@pytest.mark.slow
+def test_predictions_are_certified_attacked_and_shown_and_a_second_run_reads_them(
+    images: Path, tmp_path: Path, command: Command
+) -> None:
+    out = tmp_path / "predictions"
+    given = ["certify", images, "--predictions", "--sigma", "0.25", "--samples", "60", "--examples", "3", "--out", out]
+    said = command.printed(*given, "--steps", "2", "--radii", "0.1", "0.2")
+    assert "certified at 0.1" in said and "under attack at 0.2" in said and "violations" in said
+    stored = json.loads((out / "predictions.json").read_text())
+    assert [len(model["examples"]) for model in stored["models"]] == [3] and stored["models"][0]["router"] == "ac"
+    assert stored["settings"]["radii"] == [0.1, 0.2] and stored["unit"] == "pixels between 0 and 1"
+    page = (out / "predictions.html").read_text(encoding="utf-8")
+    assert "Certified accuracy against radius" in page
+    before = (out / "predictions.json").read_bytes()
+    command.printed(*given, "--steps", "2", "--radii", "0.1", "0.2")
+    assert (out / "predictions.json").read_bytes() == before
+    assert "another settings" in command.refused(*given, "--steps", "2", "--radii", "0.1", "0.3")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--predictions"], "needs --sigma"),
+        (["--sigma", "0.1", "--selection", "7"], "add --predictions"),
+        (["--predictions", "--sigma", "0.1", "--norm", "linf"], "--norm is for routes"),
+        (["--predictions", "--sigma", "0"], "sigma is 0"),
+        (["--predictions", "--sigma", "0.1", "--alpha", "0.7"], "alpha is 0.7"),
+        (["--predictions", "--sigma", "0.1", "--radii", "0.2", "0.1"], "smallest first"),
+    ],
+)
+def test_wrong_options_of_certified_predictions_are_one_sentence(
+    options: list[str], says: str, images: Path, tmp_path: Path, command: Command
+) -> None:
+    assert says in command.refused("certify", images, *options, "--out", tmp_path / "out")
+    assert not (tmp_path / "out").exists()

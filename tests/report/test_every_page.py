@@ -14,6 +14,7 @@ from report.audited import perturbed, stored_audit
 from report.browsing import EVIL
 from report.geometries import stored_geometry
 from report.mismatches import stored_mismatch
+from report.predicted import stored_predictions
 from report.stored import stored, stored_costs, stored_images
 from report.tags import Tags
 from wording import assert_refused
@@ -24,6 +25,7 @@ from holdfast.checked import from_mapping
 from holdfast.mismatch import MismatchReport
 from holdfast.report.page_shell import SCRIPTS
 from holdfast.stored import without_nan
+from holdfast.train.prediction_report import PredictionReport
 from holdfast.train.results import Results
 
 GONE = object()  # in place of a value that is deleted
@@ -34,6 +36,7 @@ KINDS: dict[str, tuple[Any, Any, Any, Any]] = {
     "audit": (AuditReport, stored_audit, report.render_audit, report.write_audit),
     "geometry": (GeometryReport, stored_geometry, report.render_geometry, report.write_geometry),
     "mismatch": (MismatchReport, stored_mismatch, report.render_mismatch, report.write_mismatch),
+    "predictions": (PredictionReport, stored_predictions, report.render_predictions, report.write_predictions),
 }
 of_every_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -143,6 +146,19 @@ VALUES: dict[str, list[str]] = {
         "smooth[budget=0.25]",
         "its gates are of two kinds.",
         "3.457",
+        "f70d1419",
+        "2.13.7",
+    ],
+    "predictions": [
+        "smoe and smooth, on digits",
+        "At a radius of 0.2 (one sigma), the certified accuracy is: smoe 25.0%",
+        "0 violations in 9 certified examples; by chance at most 0.18 expected",
+        "37.5",  # smoe under attack at the larger radius
+        "0 of 5",
+        "comparison/cells/smoe-seed1",
+        "capacity routes the copies of a batch together.",
+        "right with probability 0.99",
+        "pixels between 0 and 1",
         "f70d1419",
         "2.13.7",
     ],
@@ -287,6 +303,9 @@ EDITS: list[tuple[str, tuple[Any, ...], Any, str]] = [
     ("mismatch", ("skipped", 0, "reason"), 3, "skipped[0].reason is 3"),
     ("mismatch", ("rows", 0, "logprobs", "tail"), [0.5], "cannot be drawn"),
     ("mismatch", ("settings", "tail"), [0.0], "cannot be drawn"),
+    ("predictions", ("models", 0, "examples", 1, "radius"), "far", "models[0].examples[1].radius is 'far'"),
+    ("predictions", ("settings", "radii"), [0.2, 0.1], "the smallest first"),
+    ("predictions", ("models",), [], "cannot be drawn"),
 ]
 
 

@@ -15,7 +15,8 @@ from holdfast.data.images import FileImages
 from holdfast.hub.folder_files import PROCESSOR
 from holdfast.train import build_model, make_task, save_trained
 from holdfast.train.image_reading import ImageReading, image_reading
-from holdfast.train.image_task import ImageTask, evenly_spaced
+from holdfast.train.image_task import ImageTask
+from holdfast.train.task import evenly_spaced
 
 SCALED: dict[str, Any] = {"image_mean": [0.4, 0.5, 0.6], "image_std": [0.2, 0.3, 0.4]}
 PROCESSORS: dict[str, dict[str, Any]] = {

@@ -16,7 +16,8 @@ from holdfast.attacks import AttackedInputs
 from holdfast.hub import trace
 from holdfast.train import Comparison, Recipe, build_model, load_trained, make_task, parse_routers
 from holdfast.train.image_attacks import attacked
-from holdfast.train.image_task import ImageTask, evenly_spaced, image_batches
+from holdfast.train.image_task import ImageTask, image_batches
+from holdfast.train.task import evenly_spaced
 
 ROUTERS = "smoe,symphony+smooth"
 

@@ -17,8 +17,9 @@ from holdfast.data.images import ArrayImages
 from holdfast.metrics.tasks import ALEXNET_ERRORS
 from holdfast.train import Comparison, make_task, parse_routers
 from holdfast.train.image_attacks import Classifier, error_of, wrong_of
-from holdfast.train.image_task import ImageTask, evenly_spaced
+from holdfast.train.image_task import ImageTask
 from holdfast.train.shifted_tests import ShiftedTests, recognise_all
+from holdfast.train.task import evenly_spaced
 from holdfast_command import main
 
 IDS = [f"n{10_000_000 + 13 * number:08}" for number in range(1000)]  # sorted, as the outputs of ImageNet's models are

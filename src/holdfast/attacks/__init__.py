@@ -9,6 +9,7 @@ it. Store its `summary()` as JSON.
     inputs    fgsm, pgd, spsa, worst_of             images in [0,1], or embeddings with bounds=None
               adaptive, universal                   follow loss and routes; one perturbation for all inputs
               attack_curve                          one of these at several budgets
+              attack_smoothed                       a majority vote under noise
     images    corrupt                               fifteen common corruptions; frost has a texture of ours
     routing   attack_routes                         the smallest perturbation that flips a token, or gets it a chosen expert
               attack_load                           overload of one expert, uneven loads
@@ -53,6 +54,7 @@ from holdfast.attacks.registry import find_attack as find_attack
 from holdfast.attacks.registry import register_attack as register_attack
 from holdfast.attacks.routes import AttackedRoutes as AttackedRoutes
 from holdfast.attacks.routes import attack_routes as attack_routes
+from holdfast.attacks.smoothed import attack_smoothed as attack_smoothed
 from holdfast.attacks.text import GENERIC as GENERIC
 from holdfast.attacks.text import STOP_WORDS as STOP_WORDS
 from holdfast.attacks.text import AttackedText as AttackedText

@@ -1,16 +1,10 @@
 """Randomised smoothing (Cohen et al. 2019): a certificate for the majority vote of any router under Gaussian noise.
 
-f(x) = the set that route(x + noise) selects most often, noise ~ N(0, sigma^2 I). If `hits` of n samples give the set S,
-
-    p = Beta^-1(alpha; hits, n - hits + 1)    (Clopper-Pearson: the chance of S is at least p, with confidence 1 - alpha)
-
-then f gives S everywhere within sigma Phi^-1(p) of x in l2, and nothing is certified if p <= 1/2. This certifies f, not the
-router, and each token's certificate is wrong with probability at most alpha.
+f(x) = the set that route(x + noise) selects most often, noise ~ N(0, sigma^2 I). `sampling` has the radius. This certifies
+f, not the router, and each token's certificate is wrong with probability at most alpha.
 """
 
-import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import cast
 
@@ -18,41 +12,15 @@ import torch
 from torch import Tensor
 
 from holdfast.certificates.certificates import Certificates
+from holdfast.certificates.sampling import Smoothing, certified_radius, generator_of, lowest_chance
 from holdfast.errors import require_extra
 from holdfast.routing import Context, Router, Routing
-from holdfast.routing.bounds import ABOVE, Norm, check_norm, lengths
+from holdfast.routing.bounds import Norm, check_norm, lengths
 from holdfast.routing.parts import TINY
 
 Route = Callable[[Tensor], Routing]
 BLOCK = 16  # samples drawn at a time; fixed, because a generator's numbers depend on the size of each draw
 BITS = 62  # of a set that are packed into one integer
-
-
-@dataclass(frozen=True)
-class Smoothing:
-    """The noise of a majority vote.
-
-    sigma      standard deviation of the noise, in every feature
-    samples    number of draws that estimate the probability of the set
-    selection  number of other draws that choose the set
-    alpha      probability that a token's certificate is wrong
-    first      number of the first token: token `i` of a call has the noise of number `first + i`, in any batch
-    """
-
-    sigma: float
-    samples: int = 1000
-    selection: int = 100
-    alpha: float = 0.001
-    seed: int = 0
-    first: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0 < self.sigma < float("inf"):
-            raise ValueError(f"sigma is {self.sigma}; the noise needs a positive standard deviation.")
-        if not 0 < self.alpha < 1:
-            raise ValueError(f"alpha is {self.alpha}; the probability of an error must be between 0 and 1.")
-        if self.samples < 1 or self.selection < 1:
-            raise ValueError(f"samples is {self.samples} and selection {self.selection}; both must be at least 1.")
 
 
 class MajorityVote:
@@ -98,11 +66,8 @@ class MajorityVote:
     def draws(self, tokens: Tensor, count: int, skip: int = 0) -> Iterator[Routing]:
         """Yield the routings of `count` noisy copies of the tokens; `skip` selects another stream of noise."""
         rows, smoothing = tokens.reshape(-1, tokens.shape[-1]), self.smoothing
-        sources = []  # a generator for each token, so that its noise does not depend on the others
-        for number in range(len(rows)):
-            name = f"{smoothing.seed} {smoothing.first + number} {skip}"
-            digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
-            sources.append(torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1))
+        # A generator for each token, so that its noise does not depend on the others.
+        sources = [generator_of(smoothing.seed, smoothing.first + number, skip) for number in range(len(rows))]
         for start in range(0, count, BLOCK):
             block = torch.stack([torch.randn(BLOCK, rows.shape[1], generator=source) for source in sources], dim=1)
             for sample in block[: count - start].to(rows.device) * smoothing.sigma:
@@ -127,8 +92,6 @@ def certify_vote(vote: MajorityVote, tokens: Tensor, norm: Norm = "l2") -> Certi
     share gates, it bounds the norm of the perturbations of all tokens of a sequence together.
     """
     require_extra("certifying a majority vote", "scipy")
-    from scipy.special import betaincinv
-
     check_norm(norm)
     if vote.router is not None and vote.router.training:
         raise ValueError("the router is in training mode, where it updates state and may add noise; call eval() first.")
@@ -146,9 +109,8 @@ def certify_vote(vote: MajorityVote, tokens: Tensor, norm: Norm = "l2") -> Certi
     for routing in vote.draws(tokens, smoothing.samples):
         hits += (pack_sets(routing.chosen) == chosen).all(1)
         experts, keys = routing.gates.shape[-1], keys + routing.chosen
-    counts = hits.double().cpu().numpy()
-    lowest = torch.from_numpy(betaincinv(counts, smoothing.samples - counts + 1, smoothing.alpha)).nan_to_num(0.0)
-    radius = smoothing.sigma * torch.special.ndtri(lowest).clamp_min(0) / ABOVE
+    lowest = lowest_chance(hits, smoothing.samples, smoothing.alpha)
+    radius = certified_radius(lowest, smoothing.sigma)
     if norm == "linf":
         radius = radius / vote.coordinates(tokens) ** 0.5
     radius = radius.to(tokens.device).view(lead).where(real, 0.0)

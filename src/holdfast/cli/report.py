@@ -10,9 +10,9 @@ from holdfast.cli.common import require_folder, require_free
 
 @dataclass(frozen=True)
 class Report:
-    """Render the HTML report of a finished comparison, audit, geometry or mismatch report: one file that works
-    offline. Several comparisons and audits are put on one page. Or save the numbers as CSV or LaTeX and the main pictures
-    as SVG.
+    """Render the HTML report of a finished comparison, audit, geometry or mismatch report, or of certified predictions: one
+    file that works offline. Several comparisons and audits are put on one page. Or save the numbers as CSV or LaTeX and the
+    main pictures as SVG.
 
     Examples: `holdfast report comparison`, `holdfast report comparison --csv --latex --svg`,
     `holdfast report runs/a runs/b audits/olmoe --out together.html`,
@@ -20,10 +20,11 @@ class Report:
     """
 
     folders: Positional[tuple[Path, ...]]
-    """A folder to which `holdfast compare`, audit, geometry or mismatch wrote, or the JSON file in it; or several folders of
-    comparisons and audits."""
+    """A folder to which `holdfast compare`, audit, geometry, mismatch or certify wrote, or the JSON file in it;
+    or several folders of comparisons and audits."""
     out: Path | None = None
-    """The file to write; by default report.html, audit.html, geometry.html or mismatch.html beside the stored file."""
+    """The file to write; by default report.html, audit.html, geometry.html, mismatch.html or predictions.html beside the
+    stored file."""
     csv: bool = False
     """Save every number of the page, in the schema of docs/exporting.md; not the page itself. The file has the name of the
     page, with the ending .csv."""
@@ -40,7 +41,9 @@ class Report:
         from holdfast.report.stored_pages import exports, find_stored, page_name, read_page
 
         if not self.folders:
-            raise ValueError("name the folder of a comparison, an audit, a geometry or a mismatch report.")
+            raise ValueError(
+                "name the folder of a comparison, an audit, a geometry or a mismatch report, or of certified predictions."
+            )
         stored = [find_stored(folder) for folder in self.folders]
         if len(stored) > 1 and self.out is None:
             raise ValueError("several folders make one page; name its file with --out.")

@@ -28,7 +28,7 @@ SCRIPTS = (  # each uses some of those before it
     "state.js", "tabs.js", "tables.js", "copy.js", "graphs.js", "curves.js", "plot_texts.js", "explorer.js", "export.js",
     "report.js",
 )  # fmt: skip
-STORED = ("results.json", "audit.json", "geometry.json", "mismatch.json")
+STORED = ("results.json", "audit.json", "geometry.json", "mismatch.json", "predictions.json")
 
 # Okabe and Ito's colours for the colour-blind, darkened or lightened for contrast with the background.
 THEMES: dict[str, dict[str, Any]] = {

@@ -20,6 +20,7 @@ from holdfast.report.tables import Cell, Table
 from holdfast.routing.presets import REGISTRY
 from holdfast.stored import ShownRecord, late
 from holdfast.train.ledger import Experiment
+from holdfast.train.prediction_report import PredictionReport
 from holdfast.train.results import Results, Row
 
 Groups = dict[str, dict[str, str]]  # texts by heading and name
@@ -29,6 +30,7 @@ PAGES: dict[type[ShownRecord], str] = {
     AuditReport: "audit",
     GeometryReport: "geometry",
     MismatchReport: "mismatch",
+    PredictionReport: "predictions",
 }
 LONGEST = 40  # letters of the name of a picture
 KINDS = {kind.file_name: kind for kind in PAGES}

@@ -16,7 +16,7 @@ the accuracy that `domain_summary` compares.
 
 import copy
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -53,8 +53,10 @@ from holdfast.train.task import (
     HeldOut,
     Inputs,
     Measure,
+    NoisyExample,
     Task,
     evaluating,
+    evenly_spaced,
     routing_metrics,
 )
 
@@ -73,6 +75,7 @@ class ImageTask(Task):
     """
 
     scaling: PixelScaling
+    noise_unit = "pixels between 0 and 1"
     validation_images: ClassVar[int] = 2048  # at most
     faster = (
         "To make it shorter, set training.steps, training.batch or data.size to less, or model.config.patch_size to more."
@@ -169,6 +172,17 @@ class ImageTask(Task):
     def classifier(self, model: Any) -> Classify:
         """Return the function from pixels between 0 and 1 to the logits of this task's classes."""
         return Classifier(model, self.scaling, self.image_set.outputs)
+
+    def noisy_examples(self, model: Any, count: int) -> tuple[list[int], Callable[[int], NoisyExample]]:
+        images, classify = self.image_set.images("test"), self.classifier(model)
+
+        def example(number: int) -> NoisyExample:
+            (pixels,) = images.pixels([number]).to(model.device)
+            return NoisyExample(
+                number, int(images.labels[number]), pixels, classify, batch_size(pixels.shape[-1], model.device)
+            )
+
+        return evenly_spaced(len(images), count), example
 
     def score(self, model: Any) -> dict[str, Any]:
         part, classify, few = self.recipe.attack, self.classifier(model), partial(self.test_images, device=model.device)
@@ -304,12 +318,6 @@ class DomainTask(ImageTask):
         assert self.recipe.data.held_out is not None
         # The split that the images have, whatever seed orders them.
         return self.domain_set.order(self.recipe.data.held_out, size, seed, split_seed=self.split_seed)
-
-
-def evenly_spaced(count: int, wanted: int) -> list[int]:
-    """Return `wanted` numbers below `count`: folders are sorted by class, so the first images would be of one class only."""
-    wanted = min(wanted, count)
-    return [place * count // wanted for place in range(wanted)]
 
 
 def image_batches(images: Images, numbers: Sequence[int], size: int) -> Iterator[tuple[Tensor, Tensor]]:

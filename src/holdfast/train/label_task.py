@@ -28,20 +28,32 @@ from holdfast.data.encoded_texts import EncodedTexts, PairEncoder
 from holdfast.data.labelled_texts import flat_texts
 from holdfast.data.tokenizers import HubTokenizer
 from holdfast.errors import unknown_name
-from holdfast.hub.tracing import require_positions
+from holdfast.hub.tracing import own_hooks, require_positions
 from holdfast.metrics import ChosenMetrics, Predictions, Shares, difference_of, level_of
 from holdfast.metrics.tasks import IGNORED, LABEL_METRICS, label_metric, label_metrics
 from holdfast.metrics.token_routes import MOST_TOKENS, View
 from holdfast.stored import without_nan
 from holdfast.train.recipe import Recipe
 from holdfast.train.start import padding_token, start_model
-from holdfast.train.task import ATTACKED, AttackTable, Examples, HeldOut, Inputs, Measure, evaluating, forward
+from holdfast.train.task import (
+    ATTACKED,
+    AttackTable,
+    Examples,
+    HeldOut,
+    Inputs,
+    Measure,
+    NoisyExample,
+    evaluating,
+    evenly_spaced,
+    forward,
+)
 from holdfast.train.text_guides import label_score
 from holdfast.train.text_task import TextsTask, tokens_per_batch
 
 PROBE_TOKENS = 2048  # with padding, rounded up to whole texts
 VALIDATION_TEXTS = 4096  # at most
 MOST_CUT = 0.5  # share of training texts that fill the length; above it there is a warning
+ROWS = 4096  # of an embedding table in memory at a time
 ROUNDED_TO = 8  # tokens: the width of training batches is a multiple of this
 
 Values = npt.NDArray[Any]
@@ -58,6 +70,7 @@ class LabelTask(TextsTask):
     """
 
     swapped = ("the", "other words")
+    noise_unit = "the embeddings of all tokens of a text together, as a multiple of the root mean square of their entries"
 
     def __init__(
         self,
@@ -235,6 +248,24 @@ class LabelTask(TextsTask):
             found["trials"] = {"typos": self._attacked(model, self.attacked_with("typos").texts, clean, predicted)}
         return found
 
+    def noisy_examples(self, model: Any, count: int) -> tuple[list[int], Callable[[int], NoisyExample]]:
+        if self.text_set.is_regression:
+            raise ValueError(f"the labels of {self.text_set.name} are numbers; predictions are certified for classes.")
+        if getattr(model.config, "is_encoder_decoder", False):
+            raise ValueError("predictions are certified for one sequence of tokens, not for an encoder and a decoder.")
+        texts, labels, scale = self.text_set.texts("test"), self.labels("test"), embedding_size(model)
+
+        @torch.no_grad()
+        def example(number: int) -> NoisyExample:
+            text = self.encoded(texts[number : number + 1]).batch([0])
+            (embedded,) = model.get_input_embeddings()(text["input_ids"].to(model.device))
+            classify = partial(logits_of_embeddings, model, text, scale, embedded.dtype)
+            batch = max(1, tokens_per_batch(model) // len(embedded))
+            return NoisyExample(number, int(labels[number]), embedded.float() / scale, classify, batch)
+
+        known: list[int] = (labels != IGNORED).nonzero().flatten().tolist()
+        return [known[place] for place in evenly_spaced(len(known), count)], example
+
     def inputs_to_score(self) -> int:
         others = sum(len(self.text_set.texts(split)) for split in self.text_set.other_tests)
         return others + len(self.text_set.texts("test")) * (3 if self.recipe.attack.rate else 2)
@@ -330,6 +361,27 @@ class LabelTask(TextsTask):
     def view(self, model: Any) -> View:
         encoded = self.encoded(self.text_set.texts("test")[:MOST_TOKENS])
         return self._view(model, encoded.batch(range(max(1, int((encoded.ends <= MOST_TOKENS).sum())))))
+
+
+@torch.no_grad()
+def embedding_size(model: Any) -> float:
+    """Return the root mean square of the entries of the embeddings of all tokens that a model knows."""
+    table = model.get_input_embeddings()
+    parts = torch.arange(table.weight.shape[0], device=model.device).split(ROWS)
+    squares = [table(part).double().square().mean(1) for part in parts]
+    return float(torch.cat(squares).mean().sqrt())
+
+
+def logits_of_embeddings(model: Any, text: Inputs, scale: float, dtype: torch.dtype, copies: Tensor) -> Tensor:
+    """Return the logits (n, classes) of copies (n,N,d) of the embeddings of one text (1,N), in units of `scale`.
+
+    A hook puts them in the place of the output of the embeddings, so that the model still has its token ids.
+    """
+    given = {name: tensor.expand(len(copies), -1) for name, tensor in text.items()}
+    with own_hooks() as hooks:
+        hooks.after(model.get_input_embeddings(), lambda *_: (scale * copies).to(dtype))
+        logits: Tensor = forward(model, given).logits
+    return logits
 
 
 @torch.no_grad()

@@ -12,10 +12,11 @@ from holdfast.data.shifted_images import ShiftedFolder
 from holdfast.hub.checkpoint import local_folder
 from holdfast.train.image_attacks import Classifier
 from holdfast.train.image_reading import ImageReading, image_reading, image_size, index_for
-from holdfast.train.image_task import ImageTask, evenly_spaced
+from holdfast.train.image_task import ImageTask
 from holdfast.train.saved_model import TrainedModel, classes_of, is_image_classifier, load_model, load_model_and_task
 from holdfast.train.shifted_tests import ShiftedTests, recognise_all, require_no_clean_images
 from holdfast.train.start import scaling_from
+from holdfast.train.task import evenly_spaced
 from holdfast.train.task_record import is_trained, read_record
 
 EXAMPLES = 512  # test images that corruptions are applied to

@@ -112,12 +112,29 @@ class HeldOut(Dataset[Inputs]):
         return self.fetch(torch.tensor([self.numbers[place] for place in places]))
 
 
+@final
+@dataclass(frozen=True)
+class NoisyExample:
+    """A test example to whose numbers noise can be added: its pixels, or the embeddings of its tokens.
+
+    classify    from copies of the inputs (n, ...) to logits (n, classes)
+    batch       how many copies fit into a forward
+    """
+
+    number: int  # of the example in the test set
+    label: int
+    inputs: Tensor  # (...)
+    classify: Callable[[Tensor], Tensor]
+    batch: int
+
+
 class Task(ABC):
     """The data of a recipe for training and testing, and how a trained model is evaluated on them (abstract)."""
 
     recipe: Recipe
     source: Corpus | TextSet | ImageSet  # the data of the task, in splits
     scaling: PixelScaling | None = None  # how the model reads pixels; None: it reads texts
+    noise_unit: ClassVar[str] = ""  # of the numbers that noise is added to, in a sentence
     faster: ClassVar[str] = "To make it shorter, set training.steps or training.batch to less, or use a smaller model."
 
     @property
@@ -221,6 +238,13 @@ class Task(ABC):
         """
         raise ValueError(f"{kind} attacks texts, but this model's task is images: use fgsm, pgd, spsa or corruptions.")
 
+    def noisy_examples(self, model: Any, count: int) -> tuple[list[int], Callable[[int], NoisyExample]]:
+        """Return the numbers of so many test examples, evenly spaced, and the function from a number to the example.
+
+        Raise ValueError if the model does not classify.
+        """
+        raise ValueError("this model predicts tokens; predictions are certified for models that classify images or texts.")
+
     def preprocessor(self) -> Any:
         """Return what transformers saves beside a model to read its inputs; None if it has no class for it."""
         return None
@@ -243,6 +267,12 @@ class Task(ABC):
     @abstractmethod
     def view(self, model: Any) -> View:
         """Return some test examples in readable form, with the routes of their tokens."""
+
+
+def evenly_spaced(count: int, wanted: int) -> list[int]:
+    """Return `wanted` numbers below `count`: folders are sorted by class, so the first images would be of one class only."""
+    wanted = min(wanted, count)
+    return [place * count // wanted for place in range(wanted)]
 
 
 def clean_inputs(batch: Inputs) -> Inputs:

@@ -1,0 +1,234 @@
+"""`holdfast certify --predictions`: certify the predictions of trained models, attack their votes, and store every example.
+
+    OUT/run.json            the settings and the data: another run is refused
+    OUT/cells/NAME.jsonl    of each model: what was certified, then a line for each finished example
+    OUT/predictions.json    `prediction_report.PredictionReport`, when all examples are finished
+
+A stopped run goes on after its last finished example. The noise of an example depends on the seed and its number only, so
+its line is the same whenever it is computed, and all models get the same noise.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, final
+
+import torch
+
+from holdfast.attacks import attack_smoothed
+from holdfast.certificates import Smoothing, certify_predictions
+from holdfast.certificates.predictions import count_classes
+from holdfast.checked import from_mapping
+from holdfast.files import LARGEST, append, read_json, read_text, require_no_links, write_atomically
+from holdfast.hub.folder_files import sha256_of
+from holdfast.locking import Lock, locked
+from holdfast.progress import Tell
+from holdfast.routing import Router
+from holdfast.train.cells import merge_results, safe_file_name
+from holdfast.train.prediction_report import (
+    AttackedVote,
+    CertifiedExample,
+    CertifiedModel,
+    PredictionReport,
+    PredictionSettings,
+)
+from holdfast.train.run_folder import RUN_FILE, claim, read_with_checksum
+from holdfast.train.task import NoisyExample, Task
+from holdfast.train.task_record import MODEL, is_trained, read_record
+from holdfast.version import VERSION, versions
+
+Load = Callable[[str], tuple[Any, Task]]  # from the path of a model to the model and its task
+
+
+class NoClassifierError(ValueError):
+    """A model whose outputs for one input depend on the others of its batch."""
+
+
+@final
+@dataclass(frozen=True)
+class Head:
+    """The first line of a model's file: what its examples are of."""
+
+    weights: dict[str, str]  # checksums by file
+    examples: int
+    unit: str
+    data: dict[str, Any]
+
+
+@final
+@dataclass(frozen=True)
+class NamedModel:
+    """A model to certify: its path, and the router, seed and setting that rows of a report are named by."""
+
+    path: str
+    router: str
+    seed: int | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def file(self) -> str:
+        return f"{safe_file_name(Path(self.path).resolve().name if Path(self.path).exists() else self.path)}.jsonl"
+
+
+def models_at(path: str) -> list[NamedModel]:
+    """Return the model at a path, or all cells of a comparison in the order of its results."""
+    place = Path(path)
+    if is_trained(place) or not (place / "cells").is_dir():
+        return [_cell(place) if (place / "result.json").exists() else _single(path)]
+    cells = {_identity(cell): cell for cell in map(_cell, (result.parent for result in place.glob("cells/*/result.json")))}
+    if not cells:
+        raise ValueError(f"{place} has no finished cell; train them with holdfast compare.")
+    return [cells[_identity(_named(result, ""))] for result in merge_results(place, [])]
+
+
+def _single(path: str) -> NamedModel:
+    """Return a model of `holdfast train`, with the router and seed of its run; any other model is named by its path."""
+    try:
+        run = read_json(Path(path, RUN_FILE))
+        return NamedModel(path, str(run["router"]["name"]), int(run["seed"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return NamedModel(path, Path(path).resolve().name if Path(path).exists() else path)
+
+
+def _cell(folder: Path) -> NamedModel:
+    return _named(read_with_checksum(folder / "result.json"), str(folder))
+
+
+def _named(result: dict[str, Any], path: str) -> NamedModel:
+    return NamedModel(path, str(result["router"]), int(result["seed"]), result.get("settings", {}))
+
+
+def _identity(cell: NamedModel) -> str:
+    return json.dumps([cell.router, cell.seed, cell.settings], sort_keys=True)
+
+
+def certify_models(
+    models: Sequence[NamedModel], settings: PredictionSettings, out: Path, load: Load, tell: Tell, **identity: Any
+) -> PredictionReport:
+    """Certify each model on its test examples, or read what an earlier run stored; write and return the report.
+
+    tell        is told the finished examples
+    identity    further options that change results, such as the dtype
+    """
+    with locked(out, wait=False) as lock:
+        claim(out, {"holdfast": VERSION, "command": "certify --predictions", "settings": asdict(settings), **identity})
+        found: list[CertifiedModel] = []
+        skipped: dict[str, str] = {}
+        heads: list[Head] = []
+        for number, named in enumerate(models):
+            note = partial(_note, tell, number * settings.examples, named.router)
+            try:
+                head, examples = _certify_model(named, settings, out, load, note, lock)
+            except NoClassifierError as reason:
+                if len(models) == 1:
+                    raise
+                skipped[named.path] = str(reason)
+                continue
+            if heads and (head.data, head.unit) != (heads[0].data, heads[0].unit):
+                raise ValueError(f"{named.path} has other test data than {found[0].path}; give each an --out of its own.")
+            found.append(CertifiedModel(named.path, named.router, named.seed, named.settings, examples))
+            heads.append(head)
+        if not heads:
+            raise ValueError("; ".join(dict.fromkeys(skipped.values())))
+        described: dict[str, Any] = {"unit": heads[0].unit, "data": heads[0].data}
+        report = PredictionReport(settings=settings, models=found, skipped=skipped, versions=versions(), **described)
+        lock.require(out / report.file_name)
+        report.save(out / report.file_name)
+    return report
+
+
+def _certify_model(
+    named: NamedModel, settings: PredictionSettings, out: Path, load: Load, tell: Callable[[int], None], lock: Lock
+) -> tuple[Head, list[CertifiedExample]]:
+    """Return what describes the results of a model, and its examples; continue what an earlier run stored."""
+    file, weights = out / "cells" / named.file, _weights(named.path)
+    require_no_links(file, out)
+    head, examples = _read_lines(file)
+    if head is not None and head.weights != weights:
+        raise ValueError(f"{file} is of another model than {named.path} is now; remove the file, or choose another --out.")
+    tell(len(examples))
+    if head is not None and len(examples) == head.examples:
+        return head, examples
+    model, task = load(named.path)
+    _require_classifier(model, named)
+    numbers, example = task.noisy_examples(model, settings.examples)
+    head = head or Head(weights, len(numbers), task.noise_unit, task.describe()["data"])
+    lock.require(file)
+    # Written again: a killed process may have left half a line.
+    write_atomically(file, "".join(f"{json.dumps(one)}\n" for one in (asdict(head), *map(asdict, examples))))
+    for number in numbers[len(examples) :]:
+        examples.append(certify_example(example(number), settings))
+        lock.check()
+        append(file, f"{json.dumps(asdict(examples[-1]))}\n")
+        tell(len(examples))
+    return head, examples
+
+
+def _require_classifier(model: Any, named: NamedModel) -> None:
+    """Raise NoClassifierError if the class of one copy of an example depends on the other copies in its batch."""
+    if not all(part.traits.batch_invariant for part in model.modules() if isinstance(part, Router)):
+        raise NoClassifierError(
+            f"{named.router} routes the copies of a batch together, so the class of one depends on the others, and there is "
+            "no classifier whose vote could be certified."
+        )
+
+
+def _note(tell: Tell, before: int, router: str, done: int) -> None:
+    tell(before + done, f"certifying {router}")
+
+
+def certify_example(example: NoisyExample, settings: PredictionSettings) -> CertifiedExample:
+    """Certify one example, and attack its vote at every radius of the settings and at the certified one."""
+    how = {name: getattr(settings, name) for name in ("sigma", "samples", "selection", "alpha", "seed")}
+    found = certify_predictions(
+        example.classify, example.inputs.unsqueeze(0), Smoothing(**how, first=example.number), batch=example.batch
+    )
+    chosen, radius = int(found.classes), float(found.radius)
+    attacked = [AttackedVote(at, hits, stays) for at, hits, stays in _attack(example, settings, chosen, radius)]
+    return CertifiedExample(example.number, example.label, chosen, int(found.hits), radius, attacked)
+
+
+def _attack(
+    example: NoisyExample, settings: PredictionSettings, chosen: int, certified: float
+) -> Iterator[tuple[float, int, bool]]:
+    """Yield the radius, the hits of the class, and whether it is still that of the vote, of every attack."""
+    if not settings.steps or (certified == 0 and chosen != example.label):
+        return
+    radii = [*settings.radii, *([certified] if certified > 0 else [])]
+    inputs = example.inputs.expand(len(radii), *example.inputs.shape)
+    perturbed = attack_smoothed(
+        example.classify,
+        inputs,
+        torch.full((len(radii),), chosen),
+        radius=torch.tensor(radii, dtype=torch.float64),
+        sigma=settings.sigma,
+        steps=settings.steps,
+        draws=settings.draws,
+        seed=settings.seed,
+        first=example.number * (len(settings.radii) + 1),
+        batch=example.batch,
+    )
+    for place, (radius, one) in enumerate(zip(radii, perturbed, strict=True)):
+        name = (settings.seed, "attacked", example.number, place)
+        counts = count_classes(example.classify, one, settings.sigma, settings.votes, *name, batch=example.batch)
+        yield radius, int(counts[chosen]), bool(counts[chosen] == counts.max())
+
+
+def _weights(path: str) -> dict[str, str]:
+    """Return the checksums of the files with a model's weights; none for a model on the hub."""
+    folder = read_record(Path(path)).home / MODEL if is_trained(Path(path)) else Path(path)
+    return {file.name: sha256_of(file) for file in sorted(folder.glob("*.safetensors"))}
+
+
+def _read_lines(file: Path) -> tuple[Head | None, list[CertifiedExample]]:
+    """Return what a run stored of a model, without a line that it could not finish; None if it stored nothing."""
+    try:
+        *lines, _ = read_text(file, limit=LARGEST).split("\n")
+        head, *examples = map(json.loads, lines)
+        return from_mapping(Head, head), [from_mapping(CertifiedExample, one) for one in examples]
+    except FileNotFoundError:
+        return None, []
+    except ValueError as problem:
+        raise ValueError(f"{file} is damaged ({problem}); remove it to certify its model again.") from None
