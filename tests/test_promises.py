@@ -14,7 +14,7 @@ STORED = Path(__file__).with_name("promises.json")
 def promises() -> dict[str, Any]:
     from holdfast.attacks.registry import ATTACKS
     from holdfast.cli.main import command_class
-    from holdfast.hub.families import DENSE_FAMILIES, MOE_FAMILIES
+    from holdfast.hub.families import DENSE_FAMILIES, MOE_FAMILIES, VISION_LANGUAGE_FAMILIES
     from holdfast.metrics.registry import METRICS
     from holdfast.train import recipes
 
@@ -22,7 +22,7 @@ def promises() -> dict[str, Any]:
         "names": sorted(holdfast.__all__),
         "options": {name: sorted(entry.name for entry in fields(command_class(name))) for name in COMMANDS},
         "routers": sorted(holdfast.list_routers()),
-        "families": sorted([*DENSE_FAMILIES, *MOE_FAMILIES]),
+        "families": sorted([*DENSE_FAMILIES, *MOE_FAMILIES, *VISION_LANGUAGE_FAMILIES]),
         "recipes": sorted(recipes()),
         "attacks": sorted(attack.name for attack in ATTACKS),
         "metrics": sorted(metric.name for metric in METRICS),

@@ -36,7 +36,7 @@ def assert_equal_to_naive(experts: Experts, tokens: Tensor, chosen: Tensor, weig
     lengths, then.
     """
     tokens, weights = tokens.requires_grad_(), weights.requires_grad_()
-    grad = torch.randn_like(tokens)
+    grad = torch.randn(len(tokens), experts.out, device=tokens.device, dtype=tokens.dtype)
     fast = gradients(experts(tokens, chosen, weights), [tokens, weights, *experts.parameters()], grad)
 
     named = {name: p.detach().cpu().float().requires_grad_() for name, p in experts.named_parameters()}
@@ -97,6 +97,27 @@ def test_rows_of_any_width_are_right_in_half_precision(gated: bool, dim: int, hi
     module = Experts(dim, hidden, 5, gated=gated, device=device, dtype=torch.bfloat16)
     chosen, weights = choose(70, 5, 2, device=device)
     assert_equal_to_naive(module, torch.randn(70, dim, device=device, dtype=torch.bfloat16), chosen, weights)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("out", [8, 21, 56])
+@pytest.mark.parametrize(("gated", "bias"), [(False, True), (True, False)])
+def test_outputs_may_have_another_width_than_tokens(
+    gated: bool, bias: bool, out: int, dtype: torch.dtype, device: str
+) -> None:
+    torch.manual_seed(out)
+    how = {"gated": gated, "bias": bias, "activation": "gelu", "device": device, "dtype": dtype}
+    module = Experts(24, 40, 4, out=out, **how)
+    assert module.down_proj.shape == (4, out, 40)
+    chosen, weights = choose(63, 4, 2, unused=0.3, device=device)
+    tokens = torch.randn(63, 24, device=device, dtype=dtype)
+    assert_equal_to_naive(module, tokens, chosen, weights)
+    gates = torch.eye(4, device=device)[[2, 0, 3]]  # one expert for each sequence
+    merged = module.run_merged(tokens.detach().view(3, 21, 24), gates)
+    of_each = torch.tensor([2, 0, 3], device=device).repeat_interleave(21).unsqueeze(1)
+    single = module(tokens.detach(), of_each, torch.ones(63, 1, device=device)).view(3, 21, out)
+    torch.testing.assert_close(merged, single, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -99,7 +99,7 @@ class Baseline:
         self.examples = [] if shown is None else shown.examples
         boundaries = self.audited.boundaries()
         for layer, record in enumerate(observed.layers):
-            self.routing.each(layer, record.routing, observed.token_mask)
+            self.routing.each(layer, record.routing, observed.mask_of(layer))
             found: Certificates | None = None
             try:
                 found = certify_layer(self.audited, layer, observed, CertificateOptions())

@@ -75,11 +75,17 @@ class Observation:
     token_mask: Tensor | None  # (T,) bool, True where a token is real
     predictions: Predictions | None
     sequences: int
+    of_images: frozenset[int] = frozenset()  # layers whose tokens are parts of images, which the mask does not cover
+
+    def mask_of(self, layer: int) -> Tensor | None:
+        """Return the mask (T,) of a layer's tokens; None if all are real."""
+        return None if layer in self.of_images else self.token_mask
 
     def real(self, layer: int) -> Tensor:
         """Return the row indices of a layer's tokens that are not padding."""
         rows = torch.arange(len(self.layers[layer].tokens), device=self.layers[layer].tokens.device)
-        return rows if self.token_mask is None else rows[self.token_mask.to(rows.device)]
+        mask = self.mask_of(layer)
+        return rows if mask is None else rows[mask.to(rows.device)]
 
     def require_finite(self) -> None:
         """Raise ValueError if a router's input is not finite: activations may overflow, mostly in float16."""
@@ -110,7 +116,8 @@ def observe(audited: AuditedModel, batch: AuditBatch, *, perturb_input: PerturbI
             out = audited.forward(batch.inputs)
             layers = [LayerRecord(routing, **record) for routing, record in zip(routes, recorded, strict=True)]
             token_mask = None if routes.token_mask is None else routes.token_mask.reshape(-1)
-    return Observation(layers, list(captured), token_mask, _predictions(out, batch.labels), batch.size)
+    images = frozenset(layer for layer, site in enumerate(audited.moe_layers) if site.of_images)
+    return Observation(layers, list(captured), token_mask, _predictions(out, batch.labels), batch.size, images)
 
 
 def _rows(tensor: Tensor) -> Tensor:

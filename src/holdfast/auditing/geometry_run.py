@@ -86,10 +86,11 @@ from holdfast.geometry import (
     top_k_weights,
     tsne_coordinates,
 )
+from holdfast.hub.convert import routers_in_parts
 from holdfast.hub.layers import moe_layers
 from holdfast.metrics.tasks import IGNORED
 from holdfast.routing import Router
-from holdfast.routing.presets import resolve_layers, routers_by_layer
+from holdfast.routing.presets import resolve_layers
 
 ORDERS = (1, 2, 3)
 WIDTHS = tuple(10.0 ** (-power / 4) for power in range(16, -1, -1))  # eps, in shares of a token's norm
@@ -152,7 +153,7 @@ def what_if_routers(audited: AuditedModel, name: str | None) -> list[Router | No
     if name is None:
         return [None] * len(audited.moe_layers)
     require_not_rerouted(audited)
-    routers_by_layer(resolve_layers(name, None, native=True), len(audited.moe_layers))  # a mistake ends it here
+    routers_in_parts(resolve_layers(name, None, native=True), audited.moe_layers)  # a mistake ends it here
     before = [site.router for site in audited.moe_layers]
     with evaluation_mode(audited.model), rerouted(audited, name):
         after = [site.router for site in moe_layers(audited.model)]
@@ -173,6 +174,7 @@ class _GeometryRun(Measurement):
 
     def __init__(self, model: Any, tokenizer: Any, settings: GeometrySettings, progress: Progress | None) -> None:
         super().__init__(model, tokenizer, settings, progress)
+        self.audited.require_texts()
         self.routers = what_if_routers(self.audited, settings.what_if)
         self.layers = [LayerSums() for _ in self.routers]
         self.before, self.after = _Cost(len(self.layers)), _Cost(len(self.layers))

@@ -26,7 +26,8 @@ from holdfast.certificates import Gate
 from holdfast.data import Document, LabelledText, Tokenizer, Vocabulary
 from holdfast.data.labelled_texts import flat_texts
 from holdfast.data.tokenizers import is_bare
-from holdfast.hub.layers import MoELayerRef, moe_layers
+from holdfast.hub.forwards import image_tokens
+from holdfast.hub.layers import MoELayerRef, moe_layers, vision_language_family
 from holdfast.hub.replacements import gate_weight
 from holdfast.hub.tracing import require_finite, require_known_tokens, routing_modules
 from holdfast.layers.moe import LAYERS
@@ -74,7 +75,10 @@ class AuditedModel:
         self.routes: list[nn.Module] = [module for _, module, _ in routing_modules(model)]
         self.names: list[str] = [name for name, _, _ in routing_modules(model)]
         config, kind, takes = model.config, type(model).__name__, inspect.signature(model.forward).parameters
-        self.predicts_next = "CausalLM" in kind or "LMHead" in kind  # whether it is a causal language model
+        # Whether it predicts the next token, as causal language models and vision-language models do.
+        is_vlm = vision_language_family(model) is not None and "ForConditionalGeneration" in kind
+        self.predicts_next = "CausalLM" in kind or "LMHead" in kind or is_vlm
+        self.image_tokens = image_tokens(model) if is_vlm else []
         is_classifier = "ForSequenceClassification" in kind
         # The number of classes; 0 if it does not classify sequences: one output is a number, not a class.
         self.classes = int(config.num_labels) if is_classifier and config.num_labels > 1 else 0
@@ -91,6 +95,15 @@ class AuditedModel:
         if device.type != "meta":
             return device
         return torch.device(getattr(getattr(self.model, "_hf_hook", None), "execution_device", None) or "cpu")
+
+    def require_texts(self) -> None:
+        """Raise ValueError if an MoE layer has tokens that are parts of images, which have no row in `input_ids`."""
+        for site in self.moe_layers:
+            if site.of_images:
+                raise ValueError(
+                    f"{site.name}: its tokens are parts of images, and this report is about the tokens of texts; it takes "
+                    "vision-language models in which only the language part is sparse (holdfast.trace takes all)."
+                )
 
     def forward(self, inputs: dict[str, Tensor]) -> Any:
         """Run the model with inputs on its device, floating-point inputs in its dtype, and no KV cache."""
@@ -262,7 +275,7 @@ class AuditBatch:
 
     @property
     def size(self) -> int:
-        return len(next(iter(self.inputs.values())))
+        return len(next(iter(self.inputs.values())) if self.ids is None else self.ids)
 
     @property
     def rows_of_texts(self) -> list[int]:
@@ -429,6 +442,8 @@ def from_batches(batches: Iterable[Any], audited: AuditedModel) -> Iterator[Audi
         ids = tensors.get("input_ids")
         if ids is not None and audited.predicts_next and shifted is None:
             shifted = next_tokens(ids if labels is None else labels, AuditBatch(number, tensors, None).token_mask)
+            for token in audited.image_tokens:  # the place of an image is no text to predict
+                shifted = shifted.masked_fill(shifted == token, IGNORED)
         yield AuditBatch(number, tensors, labels if shifted is None else shifted)
 
 

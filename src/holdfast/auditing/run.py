@@ -51,10 +51,11 @@ from holdfast.auditing.triggers import TEXTS, find_triggers, unsearchable
 from holdfast.checked import from_mapping
 from holdfast.errors import unknown_name
 from holdfast.hub import reroute, restore
+from holdfast.hub.convert import routers_in_parts
 from holdfast.hub.layers import MoELayerRef
 from holdfast.hub.replacements import ReroutedGate
 from holdfast.metrics.token_routes import Routes, View
-from holdfast.routing.presets import resolve_layers, routers_by_layer
+from holdfast.routing.presets import resolve_layers
 
 PERTURBATIONS = {
     "none": "the same forward twice: nothing may change",
@@ -167,6 +168,7 @@ class _Audit(Measurement):
 
     def __init__(self, model: Any, tokenizer: Any, settings: Settings, progress: Progress | None) -> None:
         super().__init__(model, tokenizer, settings, progress)
+        self.audited.require_texts()
         self.perturbations = perturbations(settings, self.audited, self.encoder)
         self.baseline = Baseline(self.audited, settings.at_risk)
         self.comparisons = {one.name: ForwardComparison(self.audited) for one in self.perturbations}
@@ -320,7 +322,7 @@ def what_if(
     """
     audited = AuditedModel(model)
     require_not_rerouted(audited)
-    routers_by_layer(resolve_layers(router, options, native=True), len(audited.moe_layers))  # a mistake ends it here
+    routers_in_parts(resolve_layers(router, options, native=True), audited.moe_layers)  # a mistake ends it here
     inputs = list(texts_or_inputs) if isinstance(texts_or_inputs, Iterator) else texts_or_inputs  # read twice
     before = audit(model, inputs, **settings) if before is None else before
     with rerouted(audited, router, **(options or {})):

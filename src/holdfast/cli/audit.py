@@ -158,12 +158,13 @@ class Audit(MeasuredData):
 
     def _audit(self, name: str, settings: Settings) -> AuditReport:
         from holdfast.auditing import audit, what_if
+        from holdfast.hub.convert import routers_in_parts
         from holdfast.hub.layers import moe_layers
-        from holdfast.routing.presets import resolve_layers, routers_by_layer
+        from holdfast.routing.presets import resolve_layers
 
         model, material = self.read_model(name)
         if self.what_if is not None:  # a layer that the model does not have must not cost an audit
-            routers_by_layer(resolve_layers(self.what_if, native=True), len(moe_layers(model)))
+            routers_in_parts(resolve_layers(self.what_if, native=True), moe_layers(model))
         given: dict[str, Any] = {**vars(settings), "tokenizer": material.tokenizer, "name": name}
         report = audit(model, material, **given)
         report = replace(report, data=replace(report.data, source=material.source))

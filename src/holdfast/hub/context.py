@@ -66,16 +66,19 @@ class LayerModules:
     """An MoE block and the modules around it."""
 
     block: nn.Module  # takes (B,N,d)
-    attention: Any  # just before the block; calls the attention function
+    attention: Any  # just before the block; calls the attention function. None: a connector
     layer: nn.Module  # contains both
-    projection_path: str  # of the attention's output projection, in the layer
-    windowed: bool = False  # attention runs in windows of an image (Swin): its queries and masks do not have the shape (B,N)
+    projection_path: str | None  # of the attention's output projection, in the layer
+    windowed: bool = False  # no attention with queries and masks of (B,N): windows (Swin), packed images, or none at all
     recurrent: bool = False  # `attention` is a recurrent module, with a state instead of a KV cache
     declared_causal: bool | None = None  # None: the attention says it
+    of_images: bool = False  # its tokens are parts of images, in a vision-language model
+    packed: bool = False  # the images of a batch are one row of tokens (T,d)
 
     @property
     def projection(self) -> nn.Module:
         """Return the attention's output projection. An adapter may wrap or replace it, so it is looked up at every use."""
+        assert self.projection_path is not None
         return self.layer.get_submodule(self.projection_path)
 
     @property
@@ -193,8 +196,8 @@ class ContextCapture:
             override_config(layer_modules.attention, ATTENTION)
 
     def _add_hook(self) -> None:
-        if self.is_idle:
-            attention = self.layer_modules.attention
+        attention = self.layer_modules.attention
+        if self.is_idle and attention is not None:
             self._handles.append(attention.register_forward_pre_hook(self._capture_arguments, with_kwargs=True))
             if self.sequence_aware:  # its block may be called without the attention before it
                 self._handles.append(self.layer_modules.block.register_forward_pre_hook(self._capture_shape))
@@ -286,8 +289,9 @@ class ContextCapture:
         if hidden.dim() == 2:
             captured.tokens = hidden.shape[0]
             hidden = hidden if shape is None else hidden.view(*shape, hidden.shape[1])
+            hidden = hidden.unsqueeze(0) if self.layer_modules.packed else hidden
         if self._reads_tokens_alone:
-            return hidden, Context(**self._read_beside_tokens(self.forwards.forward)) if self.reads_more else NOTHING
+            return hidden, Context(**self._read_beside_tokens(hidden, self.forwards.forward)) if self.reads_more else NOTHING
         forward = self.forwards.forward
         if router is not None and router.learning != forward.learning:
             router.learning = forward.learning
@@ -300,19 +304,27 @@ class ContextCapture:
         is_plain = self.forwards.thread.current.is_plain and not self.reads_sequence
         return is_plain and not (self.layer_modules.block if self.router is None else self.router).training
 
-    def _read_beside_tokens(self, forward: Forward) -> dict[str, Any]:
-        """Return the fields of a `Context` that also a router reads that reads one token at a time."""
+    def _read_beside_tokens(self, tokens: Tensor, forward: Forward) -> dict[str, Any]:
+        """Return the fields of a `Context` that also a router reads that reads one token of `tokens (B,N,d)` at a time."""
         return {
             "previous": self.previous.routed if self.reads_previous and self.previous is not None else None,
             "token_ids": forward.token_ids if self.reads_ids else None,
-            "modality": modality_of(forward.token_ids, self.forwards.image_tokens) if self.reads_modality else None,
+            "modality": self._modality(tokens, forward) if self.reads_modality else None,
             "replayed": self._replayed(forward),
         }
 
+    def _modality(self, tokens: Tensor, forward: Forward) -> Tensor | None:
+        """Return the modality (B,N) of each token, 1 for a part of an image; None if it is not known."""
+        if self.layer_modules.of_images:
+            return torch.ones(tokens.shape[:-1], dtype=torch.long, device=tokens.device)
+        return modality_of(forward.token_ids, self.forwards.image_tokens)
+
     def _replayed(self, forward: Forward) -> Tensor | None:
-        """Return the recorded routes (B,N,K) of this layer; None if it is live."""
+        """Return the recorded routes (B,N,K) of this layer; None if it is live. Routes are of the tokens of `input_ids`."""
         routes = forward.routes
-        return None if routes is None or self.replay_layer >= routes.shape[2] else routes[:, :, self.replay_layer]
+        if routes is None or self.layer_modules.of_images or self.replay_layer >= routes.shape[2]:
+            return None
+        return routes[:, :, self.replay_layer]
 
     def _build_context(self, tokens: Tensor, forward: Forward) -> Context:
         """Return what the router may read of `tokens (B,N,d)`."""
@@ -324,7 +336,7 @@ class ContextCapture:
                 "alone and no recorded routes."
             )
         captured, self._thread.current.attention = self._thread.current.attention, CapturedAttention()
-        fields, length = self._read_beside_tokens(forward), tokens.shape[1]
+        fields, length = self._read_beside_tokens(tokens, forward), tokens.shape[1]
         kv_cache = captured.kv_cache if self.breaks_causality else None
         cached = 0 if kv_cache is None else int(self._cache_layer(kv_cache).get_seq_length()) - length
         if self.breaks_causality and (captured.has_recurrent_state or cached):

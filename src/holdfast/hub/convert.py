@@ -14,7 +14,7 @@ from torch import nn
 
 from holdfast.errors import require_known, unknown_name
 from holdfast.hub.adapters import active_module
-from holdfast.hub.families import DenseLayer, dense_weights, initial_std, without_dropout
+from holdfast.hub.families import PARTS, DenseLayer, dense_weights, initial_std, without_dropout
 from holdfast.hub.folder_files import unmark_dequantised
 from holdfast.hub.install import (
     hooks_of,
@@ -25,7 +25,22 @@ from holdfast.hub.install import (
     set_gate_trainable,
     specs_of,
 )
-from holdfast.hub.layers import MoELayerRef, dense_family, dense_layers, find_submodule, moe_layers, require_modalities
+from holdfast.hub.layers import (
+    InPart,
+    MoELayerRef,
+    chosen_parts,
+    dense_family,
+    dense_layers,
+    find_submodule,
+    in_parts,
+    is_read,
+    moe_layers,
+    no_dense_layer,
+    part_of,
+    require_dense_language,
+    require_modalities,
+    vision_language_family,
+)
 from holdfast.hub.model_classes import install_hooks_and_classes
 from holdfast.hub.replacements import SparseLayer, gate_weight, uninstall_gate
 from holdfast.hub.specs import NATIVE, NOT_A_ROUTER, LayerSpec, reads
@@ -49,6 +64,7 @@ def reroute(
     *,
     k: int | None = None,
     layers: Layers = "all",
+    parts: str | Sequence[str] | None = None,
     losses: Losses | None = None,
     **options: Any,
 ) -> Model:
@@ -60,6 +76,8 @@ def reroute(
     k           experts per token; None: the model's own number
     layers      "all", "alternate", "last:n" or indices, among the MoE layers; @ in `router` chooses among these. Layers that
                 are not chosen do not change
+    parts       of a vision-language model: "vision", "connector", "language" or several; None: all that have MoE layers.
+                `layers` and @ count within each part (`sparsify`)
     losses      what routers add to `outputs.loss` in training. None: if the model trains with a balance loss
                 (`config.output_router_logits`), one of the same strength, computed from the real selections of each layer
     options     of the router, if they are not in brackets
@@ -73,10 +91,15 @@ def reroute(
     for one in routers:
         require_modalities(model, one.router)
     unmark_dequantised(model)
+    wanted_parts = chosen_parts(model, parts)
     found = moe_layers(model)
-    indices = choose_layers(layers, len(found))
-    pairs = zip(indices, routers_by_layer(routers, len(indices)), strict=True)
-    wanted = {found[index].name: one for index, one in pairs if one}
+    for part in wanted_parts or ():
+        if part not in in_parts(found):
+            raise ValueError(f"its part {part!r} has no MoE layer; make it sparse with holdfast.sparsify(parts={part!r}).")
+    possible = [layer for layer in found if wanted_parts is None or layer.part in wanted_parts]
+    candidates = choose_in_parts(layers, possible)
+    pairs = zip(candidates, routers_in_parts(routers, candidates), strict=True)
+    wanted = {layer.name: one for layer, one in pairs if one}
     chosen = [moe_layer for moe_layer in found if moe_layer.name in wanted]
     kinds = {layer.router.select.layer_kind for layer in chosen if layer.router is not None}
     kinds |= {REGISTRY.layer_kind(one.router) for one in routers if one.router != NATIVE}
@@ -220,6 +243,7 @@ def sparsify(
     router: str = "smoe",
     layer: LayerKind = "moe",
     layers: Layers = "all",
+    parts: str | Sequence[str] | None = None,
     hidden: int | None = None,
     shared: int | None = None,
     init: Literal["copy", "random"] = "copy",
@@ -235,6 +259,10 @@ def sparsify(
                 router="symphony"` is the same as `router="softmoe+symphony"`. These layers have no k. They are not causal: a
                 causal model refuses them without the option causal=False
     layers      "all" (Switch), "alternate" (GLaM), "last:2" (V-MoE), or indices
+    parts       of a vision-language model: "vision", "connector", "language", or several of them; None: "language". `layers`
+                and @ in `router` count within each part, "last:2" is then two layers of the tower and two of the language
+                model. The connector is one layer: `layers` does not apply to it, and it gets the router without @. Call
+                again for a part that is still dense
     hidden      width of each expert; None: that of the dense network
     shared      the number of shared experts, each as wide as an expert: they run on every token, and their outputs are added
                 to those of the selected experts. With init="copy" their output projections start at 0 (below)
@@ -262,13 +290,9 @@ def sparsify(
         raise ValueError(f"noise is {noise} with init={init!r}; it is added to copied weights and cannot be negative.")
     if hidden is not None and hidden < 1:
         raise ValueError(f"hidden is {hidden}; an expert is at least 1 wide.")
-    if any(isinstance(module, SparseLayer) for module in model.modules()):
-        raise ValueError("this model is already sparse; change its routers with holdfast.reroute.")
-    found = list(dense_layers(model).values())
-    if not found:
-        raise ValueError(f"this {dense_family(model).model_type} model has no feed-forward network to sparsify.")
-    _require_all_layers(model, found)
-    chosen = [found[index] for index in choose_layers(layers, len(found))]
+    chosen = _layers_to_change(model, parts, layers)
+    if all(dense.part == "connector" for dense in chosen) and (layers != "all" or all(one.layers for one in routers)):
+        raise ValueError("a connector is one layer, which `parts` chooses: leave out `layers`, and @ in the router.")
     for dense in chosen:
         _require_sparsifiable(dense, hidden, init)
     copied = init == "copy"
@@ -277,7 +301,7 @@ def sparsify(
     plain = LayerSpec("smoe", DEFAULT_K if k is None else k, {}, losses, copied, experts, hidden, rule, shared)
     targets = {dense.name: dense for dense in chosen}
     weights_of = {name: dense_weights(dense) if init == "copy" else None for name, dense in targets.items()}
-    specs = sparse_specs(list(targets), routers, plain)
+    specs = sparse_specs(chosen, routers, plain)
     for name, sparse in make_sparse(targets, specs).items():
         std = initial_std(targets[name].config)
         if sparse.shared is not None:
@@ -286,19 +310,81 @@ def sparsify(
         fill_experts(sparse.experts, weights, noise, std)
         if weights is not None and losses is not None and losses.distillation:
             sparse.teacher = DenseTeacher(weights, without_dropout(sparse.experts.activation))
-    install_hooks_and_classes(model, moe_layers(model), specs)
+    found, specs = moe_layers(model), specs_of(model) | specs
+    install_hooks_and_classes(model, found, {layer.name: specs[layer.name] for layer in found})
     mark_modified(model)
     return model
 
 
-def sparse_specs(names: Sequence[str], routers: list[LayerRouter], plain: LayerSpec) -> dict[str, LayerSpec]:
+def _layers_to_change(model: Any, parts: str | Sequence[str] | None, layers: Layers) -> list[DenseLayer]:
+    """Return the layers that `sparsify` makes sparse. Raise ValueError if one of `parts` has none, or is sparse already."""
+    wanted = chosen_parts(model, parts)
+    sparse = [name for name, module in model.named_modules() if isinstance(module, SparseLayer)]
+    if vision_language_family(model) is None:
+        if sparse:
+            raise ValueError("this model is already sparse; change its routers with holdfast.reroute.")
+        found = list(dense_layers(model).values())
+        if not found:
+            raise ValueError(f"this {dense_family(model).model_type} model has no feed-forward network to sparsify.")
+        _require_all_layers(model, found)
+        return choose_in_parts(layers, found)
+    if any(name not in specs_of(model) for name in sparse):
+        raise ValueError(
+            "a model inside this one was made sparse by itself, so that its routers would not be saved with the whole; call "
+            "sparsify on the whole model, and name what becomes sparse with parts=."
+        )
+    require_dense_language(model)
+    wanted = ("language",) if wanted is None else wanted
+    for part in wanted:
+        if any(part_of(model, name) == part for name in sparse):
+            left = [f"{other!r}" for other in PARTS if not any(part_of(model, name) == other for name in sparse)]
+            dense = f"still dense: parts={', '.join(left)}" if left else "no part is dense"
+            raise ValueError(
+                f"the part {part!r} of this model is already sparse ({dense}); change its routers with holdfast.reroute."
+            )
+    every = in_parts(dense_layers(model).values())
+    found = []
+    for part in wanted:
+        if part not in every:
+            raise ValueError(no_dense_layer(model, part))
+        _require_all_layers(model, every[part])
+        found += [dense for dense in every[part] if is_read(model, dense, every[part])]
+    return choose_in_parts(layers, found)
+
+
+def choose_in_parts(layers: Layers, found: Sequence[InPart]) -> list[InPart]:
+    """Return the layers that `layers` chooses, which counts within each part; a connector is always chosen."""
+    chosen: list[InPart] = []
+    for part, own in in_parts(found).items():
+        of = "the model" if part is None else f"its part {part!r}"
+        indices = range(len(own)) if part == "connector" else choose_layers(layers, len(own), of)
+        chosen += [own[index] for index in indices]
+    return chosen
+
+
+def routers_in_parts(routers: list[LayerRouter], layers: Sequence[InPart]) -> list[LayerRouter | None]:
+    """Return the router for each layer, None for a layer that none is for: @ counts within each part.
+
+    A connector gets the router without @.
+    """
+    found: list[LayerRouter | None] = []
+    for part, own in in_parts(layers).items():
+        given = [one for one in routers if one.layers is None] if part == "connector" else routers
+        try:
+            found += routers_by_layer(given, len(own))
+        except ValueError as problem:
+            raise ValueError(str(problem) if part is None else f"part {part!r}: {problem}") from None
+    return found
+
+
+def sparse_specs(layers: Sequence[DenseLayer], routers: list[LayerRouter], plain: LayerSpec) -> dict[str, LayerSpec]:
     """Return the specs of the layers that become sparse: `plain`, with the router that the layer gets if one is for it."""
     if plain.shared is not None and plain.shared < 1:
         raise ValueError(f"shared is {plain.shared}; give the number of shared experts, or leave it out for none.")
     specs = {}
-    for name, one in zip(names, routers_by_layer(routers, len(names)), strict=True):
+    for layer, one in zip(layers, routers_in_parts(routers, layers), strict=True):
         k = plain.k if one is None or one.k is None else one.k
-        specs[name] = plain if one is None else replace(plain, router=one.router, k=k, options=one.options)
+        specs[layer.name] = plain if one is None else replace(plain, router=one.router, k=k, options=one.options)
     return specs
 
 
@@ -357,14 +443,17 @@ def _with_layer(router: str, layer: LayerKind) -> str:
     return name if router == "smoe" else f"{name}+{router}"
 
 
-def choose_layers(layers: Layers, count: int) -> list[int]:
-    """Return indices among `count` layers for "all", "alternate" (every second, GLaM), "last:n" (V-MoE), or indices."""
+def choose_layers(layers: Layers, count: int, of: str = "the model") -> list[int]:
+    """Return indices among `count` layers for "all", "alternate" (every second, GLaM), "last:n" (V-MoE), or indices.
+
+    of   what has these layers, for error messages
+    """
     if count == 0:
-        raise ValueError("this model has no layer to change.")
+        raise ValueError(f"{of} has no layer to change." if of != "the model" else "this model has no layer to change.")
     if not isinstance(layers, str):
         for layer in layers:
             if not isinstance(layer, int) or not -count <= layer < count:
-                raise ValueError(f"there is no layer {layer!r}: the model has {count}, counted from 0.")
+                raise ValueError(f"there is no layer {layer!r}: {of} has {count}, counted from 0.")
         if not layers:
             raise ValueError("layers is empty; name at least one.")
         return sorted({layer % count for layer in layers})
@@ -376,7 +465,7 @@ def choose_layers(layers: Layers, count: int) -> list[int]:
     if kind != "last":
         raise ValueError(f"{unknown_name('choice of layers', layers, ('all', 'alternate', 'last:2'))[:-1]}, or indices.")
     if not number.isdigit() or not 1 <= int(number) <= count:
-        raise ValueError(f"layers is {layers!r}; the model has {count}, so it must be last:1 to last:{count}.")
+        raise ValueError(f"layers is {layers!r}; {of} has {count}, so it must be last:1 to last:{count}.")
     return list(range(count - int(number), count))
 
 

@@ -228,9 +228,21 @@ class ForwardHooks:
         if once.routes:
             raise ValueError("no forward took the routes of holdfast.replay: run the model in the `with` and in its thread.")
 
-    def generation(self) -> AbstractContextManager[None]:
-        """Inside the `with`, forwards of this thread without gradients update no state, even during calibration."""
-        return one_more(self.thread.current.generations)
+    @contextmanager
+    def generation(self) -> Iterator[None]:
+        """Inside the `with`, forwards of this thread without gradients update no state, even during calibration.
+
+        Nor does an encoder (of images, speech or texts), which `generate` runs before the first forward of the model.
+        """
+        current = self.thread.current
+        with one_more(current.generations):
+            if self._model.training:
+                self._enable_learning(current, False)
+            try:
+                yield
+            finally:
+                if len(current.generations) == 1:
+                    self._enable_learning(current, True)
 
     def further_view(self) -> AbstractContextManager[None]:
         """Inside the `with`, forwards of this thread compute no router losses, draw no router noise and update no state.
@@ -316,7 +328,7 @@ class ForwardHooks:
 
     def _finish(self, current: Forward, model: nn.Module, options: dict[str, Any], outputs: Any) -> Any:
         """Return the outputs with what was collected, and forget this forward."""
-        self._enable_learning(current, True)
+        self._enable_learning(current, not (current.generations and model.training))
         outputs = self.collector.end(current, model, options, outputs)
         self._keep_for_recomputation(current, model, outputs)
         current.in_model = False

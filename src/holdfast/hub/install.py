@@ -21,7 +21,6 @@ from holdfast.hub.families import (
     DenseLayer,
     device_and_dtype,
     initial_std,
-    linear_shape,
     new_experts,
     routing_from_gate,
     text_config,
@@ -62,7 +61,7 @@ def install_specs(model: nn.Module, specs: Mapping[str, LayerSpec]) -> list[MoEL
         if name not in layers:
             raise ValueError(f"its config names a layer {name!r} that the model does not have.")
     if is_dense:
-        make_sparse({name: layers[name] for name in specs}, specs)
+        make_sparse({name: layer for name, layer in layers.items() if name in specs}, specs)  # in the order of the model
         return moe_layers(model)
     reroute_layers(list(layers.values()), specs)
     return list(layers.values())
@@ -145,8 +144,11 @@ def set_gate_trainable(gate: Any, trainable: bool) -> None:
 
 def make_sparse(layers: Mapping[str, DenseLayer], specs: Mapping[str, LayerSpec]) -> dict[str, SparseLayer]:
     """Replace the feed-forward networks of `layers` by experts, whose weights the caller sets; keys are module names."""
-    sizes = {name: (linear_shape(dense.down)[0], specs[name].experts or 0) for name, dense in layers.items()}
-    infos = [layer_info(name, sizes[name], dense.config, dense.family) for name, dense in layers.items()]
+    sizes = {name: (dense.dim, specs[name].experts or 0) for name, dense in layers.items()}
+    infos = [
+        layer_info(name, sizes[name], dense.config, dense.family, of_images=dense.of_images)
+        for name, dense in layers.items()
+    ]
     hosts = {name: HostModel(rule=specs[name].rule()) for name in layers}
     routers = build_routers(linked_in_order(infos), specs, hosts)
     for name, dense in layers.items():
@@ -217,7 +219,9 @@ class ModelHooks:
         self.specs = dict(specs)
         self.collector = LossCollector(model, specs, adds_logits=found[0].family is None)
         balance_on_request = self.collector.balance_on_request
-        self.forwards = ForwardHooks(model, routers, self.collector, len(specs))
+        # Routes are recorded for the tokens of `input_ids`, so layers of images do not replay.
+        can_replay = [layer.name for layer in found if layer.name in specs and not layer.of_images]
+        self.forwards = ForwardHooks(model, routers, self.collector, len(can_replay))
         self.expert_losses: list[NativeExpertLosses] = []
         by_name: dict[str, ContextCapture] = {}
         for layer, info in zip(found, layer_infos(found), strict=True):
@@ -225,9 +229,8 @@ class ModelHooks:
                 previous = by_name.get(info.before.name) if info.before else None
                 spec = specs[layer.name]
                 idle = layer.router is None and not spec.losses and not balance_on_request
-                capture = ContextCapture(
-                    layer.router, layer.layer_modules, self.forwards, previous, spec.k, len(by_name), idle
-                )
+                number = 0 if layer.of_images else can_replay.index(layer.name)
+                capture = ContextCapture(layer.router, layer.layer_modules, self.forwards, previous, spec.k, number, idle)
                 by_name[layer.name] = capture
                 holder = layer.block if layer.family is None else layer.gate
                 holder.context_capture = capture

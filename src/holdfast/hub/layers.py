@@ -1,17 +1,32 @@
 """Find the family of a model and its layers: those that `sparsify` can change, and the MoE layers, changed or not.
 
 `moe_layers` finds every MoE layer with the modules around it. Everything that reads or changes routers calls it.
+
+A vision-language model has its layers in up to three parts (`part_of`). Everywhere else the part is None.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
+from holdfast.errors import require_known
 from holdfast.hub.adapters import active_module
 from holdfast.hub.context import LayerModules
-from holdfast.hub.families import DENSE_FAMILIES, MOE_FAMILIES, DenseFamily, DenseLayer, MoEFamily, text_config
+from holdfast.hub.families import (
+    DENSE_FAMILIES,
+    MOE_FAMILIES,
+    PARTS,
+    VISION_LANGUAGE_FAMILIES,
+    DenseFamily,
+    DenseLayer,
+    MoEFamily,
+    Part,
+    VisionLanguageFamily,
+    rows_of_part,
+    text_config,
+)
 from holdfast.hub.families.recognition import check_declared, fused_experts, recognise
 from holdfast.hub.forwards import image_tokens
 from holdfast.hub.replacements import SparseLayer
@@ -19,6 +34,7 @@ from holdfast.hub.specs import LayerInfo, linked_in_order, reads
 from holdfast.model_size import EXPERTS
 from holdfast.routing import Router
 
+InPart = TypeVar("InPart", "DenseLayer", "MoELayerRef")
 _REGISTERED: set[str] = set()  # model types of rows that `register_family` added; our own rows are checked by tests
 
 
@@ -47,7 +63,7 @@ def moe_family(model: nn.Module) -> MoEFamily:
     recognised = recognise(model)
     if recognised is not None:
         return recognised
-    if model_type in DENSE_FAMILIES:
+    if model_type in DENSE_FAMILIES or model_type in VISION_LANGUAGE_FAMILIES:
         raise ValueError(f"{model_type} is a dense family. Make a dense model an MoE with holdfast.sparsify.")
     raise ValueError(
         f"this {model_type} model has no experts with fused weights, by which Holdfast recognises MoE layers. Declare the "
@@ -63,7 +79,7 @@ def dense_family(model: nn.Module) -> DenseFamily:
             raise ValueError(f"{model_type} is an MoE family. Change the routers of an MoE with holdfast.reroute.")
         raise ValueError(
             f"Holdfast does not know where the feed-forward networks of {model_type} are. Declare the family with "
-            f"holdfast.register_family; known are {', '.join(sorted(DENSE_FAMILIES))}."
+            f"holdfast.register_family; known are {', '.join(sorted([*DENSE_FAMILIES, *VISION_LANGUAGE_FAMILIES]))}."
         )
     return DENSE_FAMILIES[model_type]
 
@@ -73,6 +89,91 @@ def _model_type(model: nn.Module) -> str:
     if model_type is None:
         raise ValueError(f"{type(model).__name__} is no Hugging Face model (it has no config.model_type) and has no Router.")
     return str(model_type)
+
+
+def vision_language_family(model: Any) -> VisionLanguageFamily | None:
+    """Return where the parts of a vision-language model are; None for any other model."""
+    return VISION_LANGUAGE_FAMILIES.get(getattr(getattr(model, "config", None), "model_type", ""))
+
+
+def part_of(model: Any, name: str) -> Part | None:
+    """Return the part of a vision-language model that the module `name` belongs to; None in any other model, and outside.
+
+    "vision" is the tower, "connector" the network after it, "language" the language model.
+    """
+    family = vision_language_family(model)
+    if family is None:
+        return None
+    inside = name.removeprefix(_base_prefix(model))
+    places: dict[Part, str] = {"vision": family.vision, "language": family.language}
+    if family.connector is not None:  # first: it may be inside the tower
+        places = {"connector": family.connector.place, **places}
+    return next((part for part, place in places.items() if f"{inside}.".startswith(f"{place}.")), None)
+
+
+def chosen_parts(model: Any, parts: str | Sequence[str] | None) -> tuple[Part, ...] | None:
+    """Return `parts` in the order of `PARTS`; None if it is None. Raise ValueError if the model has no such parts."""
+    if parts is None:
+        return None
+    if vision_language_family(model) is None:
+        known = ", ".join(sorted(VISION_LANGUAGE_FAMILIES))
+        raise ValueError(
+            f"parts is {parts!r}, and a {_model_type(model)} model has no parts; leave it out (vision-language models that "
+            f"Holdfast knows: {known})."
+        )
+    given = [parts] if isinstance(parts, str) else list(parts)
+    for part in given:
+        require_known("part", part, PARTS)
+    if not given:
+        raise ValueError("parts is empty; name at least one of 'vision', 'connector' and 'language'.")
+    return tuple(part for part in PARTS if part in given)
+
+
+def require_dense_language(model: Any) -> None:
+    """Raise ValueError if a vision-language model has experts of its own."""
+    name = next((name for name, _ in fused_experts(model)), None)
+    if name is not None:
+        raise ValueError(
+            f"{name}: this {_model_type(model)} model has experts of its own; change its routers with holdfast.reroute. "
+            "Sparsify makes parts of a model sparse whose parts are all dense."
+        )
+
+
+def no_dense_layer(model: Any, part: Part) -> str:
+    """Return the error for a part of a vision-language model in which no layer can become sparse."""
+    family, model_type = vision_language_family(model), _model_type(model)
+    if part == "connector" and (family is None or family.connector is None):
+        return (
+            f"the connector of {model_type} is one linear map without a hidden layer, so there is no feed-forward network "
+            "to copy into experts; leave 'connector' out of parts."
+        )
+    config = part_config(model, part)
+    return (
+        f"Holdfast does not know where the feed-forward networks of {config.model_type} are, the part {part!r} of this "
+        f"{model_type} model; leave it out of parts, or declare the family with holdfast.register_family."
+    )
+
+
+def is_read(model: Any, layer: DenseLayer, stack: Sequence[DenseLayer]) -> bool:
+    """Whether a layer of `stack`, which are all layers of its part, can change an output of the model."""
+    family = vision_language_family(model)
+    if layer.part != "vision" or family is None:
+        return True
+    return next(n for n, other in enumerate(stack) if other is layer) < family.layers_read(model.config, len(stack))
+
+
+def in_parts(layers: Iterable[InPart]) -> dict[Part | None, list[InPart]]:
+    """Return the layers of each part, in the order of the model."""
+    found: dict[Part | None, list[InPart]] = {}
+    for layer in layers:
+        found.setdefault(layer.part, []).append(layer)
+    return found
+
+
+def _base_prefix(model: Any) -> str:
+    """Return what the names of the base model's modules start with in `model`; "" if it is the base model."""
+    name = getattr(model, "base_model_prefix", "")
+    return f"{name}." if name and getattr(model, "base_model", model) is not model else ""
 
 
 def has_experts(model: nn.Module) -> bool:
@@ -89,6 +190,12 @@ class MoELayerRef:
     layer_modules: LayerModules
     family: MoEFamily | None  # None: a layer that `sparsify` made
     dense: DenseLayer | None = None  # of a layer that `sparsify` made
+    part: Part | None = None  # of a vision-language model
+
+    @property
+    def of_images(self) -> bool:
+        """Whether its tokens are parts of images, and not those of `input_ids`."""
+        return self.layer_modules.of_images
 
     @property
     def block(self) -> nn.Module:
@@ -138,7 +245,8 @@ def moe_layers(model: nn.Module) -> list[MoELayerRef]:
     routers calls this function, so that no part of the library silently works on some of the layers only.
     """
     model_type = getattr(getattr(model, "config", None), "model_type", None)
-    if model_type in DENSE_FAMILIES and (found := _sparse_layers(model)):
+    is_dense = model_type in DENSE_FAMILIES or model_type in VISION_LANGUAGE_FAMILIES
+    if is_dense and (found := _sparse_layers(model)):
         return found
     family = moe_family(model)
     wanted, found = [f"{family.block}.{family.gate}", f"{family.block}.{family.experts}"], []
@@ -149,7 +257,8 @@ def moe_layers(model: nn.Module) -> list[MoELayerRef]:
             # Some hybrid models have attention and recurrent modules under one name; only attention says if it is causal.
             recurrent = mixer != family.attention or (mixer == family.recurrent and not hasattr(attention, "is_causal"))
             modules = LayerModules(block, attention, layer, family.projection, recurrent=recurrent)
-            found.append(MoELayerRef(f"{name}.{family.block}".lstrip("."), modules, family))
+            block_name = f"{name}.{family.block}".lstrip(".")
+            found.append(MoELayerRef(block_name, modules, family, part=part_of(model, block_name)))
     _require_all(model, found, _moe_modules(family, model, found))
     owners: dict[int, str] = {}
     for moe_layer in found:
@@ -172,17 +281,51 @@ def dense_layers(model: Any) -> dict[str, DenseLayer]:
     return _layers_of_rows(model, lambda row: (*row.up, row.down))
 
 
+def feed_forward_layers(model: Any) -> dict[str, DenseLayer]:
+    """Return every layer of a model of a dense family that has a feed-forward network, or experts in its place."""
+    return _layers_of_rows(model, lambda row: (row.place,))
+
+
 def _layers_of_rows(model: Any, wanted: Callable[[DenseFamily], Iterable[str]]) -> dict[str, DenseLayer]:
-    """Return the layers that have the attention of a row and the modules at the paths `wanted(row)`, by name."""
-    found = {}
-    rows = dense_family(model).rows
-    for name, layer in model.named_modules():
-        for row in rows:
-            if all(find_submodule(layer, path) is not None for path in (row.attention, row.projection, *wanted(row))):
-                config = getattr(layer.get_submodule(row.attention), "config", None) or text_config(model)
-                place = f"{name}.{row.place}".lstrip(".")
-                found[place] = DenseLayer(place, layer, row, config)
+    """Return the layers that have the attention of a row and the modules at the paths `wanted(row)`, by name.
+
+    Those of a vision-language model are in the order of its parts.
+    """
+    found: dict[str, DenseLayer] = {}
+    for part, prefix, stack, rows, config in _stacks(model):
+        for name, layer in stack.named_modules() if part != "connector" else [("", stack)]:
+            for row in rows:
+                around = (path for path in (row.attention, row.projection) if path is not None)
+                if all(find_submodule(layer, path) is not None for path in (*around, *wanted(row))):
+                    attention = None if row.attention is None else layer.get_submodule(row.attention)
+                    place = ".".join(step for step in (prefix, name, row.place) if step)
+                    found[place] = DenseLayer(place, layer, row, getattr(attention, "config", None) or config, part)
     return found
+
+
+def _stacks(model: Any) -> Iterator[tuple[Part | None, str, nn.Module, Sequence[DenseFamily], Any]]:
+    """Yield part, name, module, rows and config of everything in a model that may have dense layers."""
+    family = vision_language_family(model)
+    if family is None:
+        yield None, "", model, dense_family(model).rows, text_config(model)
+        return
+    prefix = _base_prefix(model).removesuffix(".")
+    base = model.get_submodule(prefix) if prefix else model
+    for part in PARTS:
+        if part == "connector":
+            yield part, prefix, base, () if family.connector is None else (family.connector,), part_config(model, part)
+        else:
+            place = family.vision if part == "vision" else family.language
+            config = part_config(model, part)
+            name = f"{prefix}.{place}".lstrip(".")
+            yield part, name, model.get_submodule(name), rows_of_part(config.model_type), config
+
+
+def part_config(model: Any, part: Part) -> Any:
+    """Return the config of a part of a vision-language model; a connector has none of its own."""
+    if part == "connector":
+        return model.config
+    return model.config.vision_config if part == "vision" else text_config(model)
 
 
 def mixer_of(family: MoEFamily, layer: nn.Module) -> str | None:
@@ -204,18 +347,29 @@ def layer_infos(found: list[MoELayerRef]) -> list[LayerInfo]:
     infos = []
     for moe_layer in found:
         row = None if moe_layer.dense is None else moe_layer.dense.family
-        recurrent = moe_layer.layer_modules.recurrent
-        infos.append(layer_info(moe_layer.name, moe_layer.size, moe_layer.config, row, recurrent))
+        modules = moe_layer.layer_modules
+        infos.append(layer_info(moe_layer.name, moe_layer.size, moe_layer.config, row, modules.recurrent, modules.of_images))
     return linked_in_order(infos)
 
 
-def layer_info(name: str, size: tuple[int, int], config: Any, row: DenseFamily | None, recurrent: bool = False) -> LayerInfo:
+def layer_info(
+    name: str,
+    size: tuple[int, int],
+    config: Any,
+    row: DenseFamily | None,
+    recurrent: bool = False,
+    of_images: bool = False,
+) -> LayerInfo:
     """Return what a router is built for in a layer of `size` (d, E); `row` is that of a layer that is or was dense."""
-    heads = None if recurrent or (row is not None and row.windowed) else int(config.num_attention_heads)
-    vocabulary = getattr(config, "vocab_size", None) if row is None or row.reads_token_ids else None
+    is_connector, packed = row is not None and row.attention is None, row is not None and row.packed
+    windowed = row is not None and row.windowed
+    heads = None if recurrent or windowed or packed or is_connector else int(config.num_attention_heads)
+    reads_ids = not of_images and (row is None or row.reads_token_ids)
+    vocabulary = getattr(config, "vocab_size", None) if reads_ids else None
     vocabulary = vocabulary if isinstance(vocabulary, int) else None  # a vision model has none
     uncaptured = row is not None and row.own_attention
-    return LayerInfo(name, *size, heads, recurrent=recurrent, vocabulary=vocabulary, uncaptured=uncaptured)
+    kind: dict[str, Any] = {"uncaptured": uncaptured, "packed": packed, "connector": is_connector}
+    return LayerInfo(name, *size, heads, recurrent=recurrent, vocabulary=vocabulary, **kind)
 
 
 def require_modalities(model: nn.Module, router: str) -> None:
@@ -234,11 +388,14 @@ def is_moe(model: nn.Module) -> bool:
 
 def _sparse_layers(model: nn.Module) -> list[MoELayerRef]:
     found = []
-    for name, dense in _layers_of_rows(model, lambda row: (row.place,)).items():
+    for name, dense in feed_forward_layers(model).items():
         row, block = dense.family, dense.layer.get_submodule(dense.family.place)
         if isinstance(block, SparseLayer):
             places = block, dense.attention, dense.layer, row.projection
-            found.append(MoELayerRef(name, LayerModules(*places, row.windowed, declared_causal=row.causal), None, dense))
+            has_attention = not (row.windowed or row.packed or row.attention is None)
+            kind: dict[str, Any] = {"declared_causal": row.causal, "of_images": dense.of_images, "packed": row.packed}
+            modules = LayerModules(*places, not has_attention, **kind)
+            found.append(MoELayerRef(name, modules, None, dense, dense.part))
     _require_all(model, found, ((name, module) for name, module in model.named_modules() if isinstance(module, SparseLayer)))
     return found
 

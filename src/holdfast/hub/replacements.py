@@ -233,7 +233,7 @@ class GateScore(LinearScore):
 
 
 class SparseLayer(nn.Module):
-    """A router, experts and perhaps a shared expert in the place of a dense feed-forward network: `(B,N,d)` to `(B,N,d)`.
+    """A router, experts and perhaps a shared expert in the place of a dense feed-forward network: `(B,N,d)` to `(B,N,out)`.
 
     The router's selector declares how experts run: as in `holdfast.MoE`, `holdfast.SoftMoE` or `holdfast.SMEAR`.
     """
@@ -262,7 +262,7 @@ class SparseLayer(nn.Module):
         factors = gradient_factors(router, routing, context.token_mask) if scaled else None
         out = run(self.experts, tokens, routing, weights, context.token_mask, most_rows, factors)
         out = out if self.shared is None else out + self.shared(tokens)
-        out = out if len(shape) == 3 else out.reshape(shape)
+        out = out if len(shape) == 3 else out.reshape(*shape[:-1], out.shape[-1])
         return out if self.dropout is None else self.dropout(out)
 
 

@@ -106,6 +106,8 @@ class LayerInfo:
     recurrent: bool = False  # a layer of a hybrid model without attention
     vocabulary: int | None = None  # number of token ids; None: the model, or this tower of it, reads none
     uncaptured: bool = False  # the family's attention cannot be captured
+    packed: bool = False  # all images of a batch are one row of tokens
+    connector: bool = False  # between a vision tower and a language model, where there is no attention
 
     @property
     def place(self) -> int:
@@ -175,6 +177,16 @@ def _build_router(info: LayerInfo, spec: LayerSpec, host: HostModel, attending: 
         raise ValueError(
             f"{info.name}: router {spec.router!r} reads other tokens, and this model's attention cannot be captured (it is "
             "not one of transformers' attention functions, or it adds a bias of its own); use a router of single tokens."
+        )
+    if info.packed and router.traits.sequence_aware:
+        raise ValueError(
+            f"{info.name}: router {spec.router!r} reads other tokens, and here the patches of all images are one row of "
+            "tokens, in which it cannot separate the images; use a router of single tokens in this part."
+        )
+    if info.connector and "attention.projection" in router.reads:
+        raise ValueError(
+            f"{info.name}: router {spec.router!r} reads attention, and a connector has none; use 'similarity' or a router "
+            "of single tokens in this part."
         )
     if info.recurrent and router.traits.sequence_aware:
         raise ValueError(

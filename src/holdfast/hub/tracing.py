@@ -39,7 +39,11 @@ Each = Callable[[int, Routing, Tensor | None], None]  # (layer, routing, padding
 
 @final
 class Step:
-    """The `Routing` of each MoE layer in one forward: `step[i]`, T = B x N tokens in the order of the sequences."""
+    """The `Routing` of each MoE layer in one forward: `step[i]`, T = B x N tokens in the order of the sequences.
+
+    In a vision-language model the tokens of a tower or a connector are parts of images: T is their number there, and
+    `shape`, `token_ids` and `token_mask` are those of the text.
+    """
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = names
@@ -103,7 +107,8 @@ def trace(model: nn.Module, *, keep: Literal["last", "all"] = "last", each: Each
             each chunk of it) and then every token, so that the steps joined along N are the routing of the whole sequence
             (a beam search reorders rows between steps; `beam_indices` of its output has the order). A token takes
             2 E + 2 K numbers per layer, on the model's device, as long as `routes` exists
-    each    `each(layer, routing, token_mask)` is called and nothing is kept: memory is then bounded by one layer
+    each    `each(layer, routing, token_mask)` is called and nothing is kept: memory is then bounded by one layer. The
+            mask is None for a layer whose tokens are parts of images
 
     Only forwards of the thread, or asyncio task, that entered the `with` are recorded. A thread that is started inside it
     records nothing, unless it runs in a copy of the context, as in `asyncio.to_thread(model, ids)` and
@@ -117,7 +122,7 @@ def trace(model: nn.Module, *, keep: Literal["last", "all"] = "last", each: Each
         raise ValueError('keep="all" and each=... exclude each other: with `each`, nothing is kept.')
     require_no_copies(model)
     routers = routing_modules(model)
-    recorder = _Recorder([name for name, _, _ in routers], keep == "all", each)
+    recorder = _Recorder([name for name, _, _ in routers], layers_of_images(model), keep == "all", each)
     base = getattr(model, "base_model", None)  # may be called directly, or by the model
     with own_hooks() as hooks:
         for called in [model, base] if isinstance(base, nn.Module) and base is not model else [model]:
@@ -212,11 +217,17 @@ def routing_modules(model: nn.Module) -> list[tuple[str, nn.Module, Rule | None]
     return found
 
 
+def layers_of_images(model: nn.Module) -> set[int]:
+    """Return the indices of the MoE layers whose tokens are parts of images."""
+    return {index for index, layer in enumerate(moe_layers(model) if is_moe(model) else []) if layer.of_images}
+
+
 class _Recorder:
     """The hooks of a trace."""
 
-    def __init__(self, names: Sequence[str], all_steps: bool, each: Each | None) -> None:
+    def __init__(self, names: Sequence[str], of_images: set[int], all_steps: bool, each: Each | None) -> None:
         self.routes, self._all_steps, self._each = Trace(names), all_steps, each
+        self._of_images = of_images
         self._running: tuple[nn.Module, int] | None = None  # the model whose forward runs, and the thread
         self._is_free = threading.Lock()  # held while a forward runs
         self._recorded: set[int] = set()  # layers, in the last step
@@ -228,7 +239,9 @@ class _Recorder:
         if not self._is_free.acquire(blocking=False):
             raise ValueError(AT_ONCE)
         self._running = model, threading.get_ident()
-        step = self._next_step()
+        # `generate` encodes images before the first forward: what towers recorded then belongs to this step.
+        has_images = bool(options.get("mm_encoder_outputs")) and self._recorded and self._recorded <= self._of_images
+        step = self.routes.steps[-1] if has_images else self._next_step()
         given = options.get("input_ids"), options.get("inputs_embeds"), *arguments[:1]
         tokens = next((each for each in given if each is not None), None)
         mask = options.get("attention_mask", arguments[1] if len(arguments) > 1 else None)
@@ -265,7 +278,7 @@ class _Recorder:
         if self._each is None:
             step._routings[layer] = routing
         else:
-            self._each(layer, routing, step.token_mask)
+            self._each(layer, routing, None if layer in self._of_images else step.token_mask)
 
     def _runs_here(self) -> bool:
         """Whether the model's forward runs. Raise ValueError if it does in another thread, with a copy of the context."""

@@ -19,8 +19,8 @@ from holdfast.routing.parts import normalise
 from holdfast.routing.state import mean_over_ranks
 
 PROBES = 32  # tokens of a rank's batch on which the outputs of all experts are compared
-RunExperts = Callable[[Tensor, Tensor, Tensor], Tensor]  # (tokens (n,d), experts (n,K), weights (n,K)) -> (n,d)
-Teacher = Callable[[Tensor], Tensor]  # (T,d) -> (T,d)
+RunExperts = Callable[[Tensor, Tensor, Tensor], Tensor]  # (tokens (n,d), experts (n,K), weights (n,K)) -> (n,out)
+Teacher = Callable[[Tensor], Tensor]  # (T,d) -> (T,out)
 
 
 def diversity(outputs: Tensor, probe_mask: Tensor | None = None, over_ranks: OverRanks = single_process_mean) -> Tensor:
@@ -49,9 +49,9 @@ def distillation(
 ) -> Tensor:
     """Return 1/T sum_t sum_e w_te |f_e(x_t) - teacher(x_t)|^2, with |.|^2 the mean over features (survey 4.2).
 
-    outputs     (T,K,d), of the experts of each token's slots
+    outputs     (T,K,out), of the experts of each token's slots
     weights     (T,K) of the slots, 0 in unused ones; they are divided by their sum and detached
-    taught      (T,d), the teacher's outputs
+    taught      (T,out), the teacher's outputs
     """
     distances = (outputs.float() - taught.detach().float().unsqueeze(1)).square().mean(-1)
     (mean,) = means(token_mask, over_ranks, (normalise(weights.detach().float()) * distances).sum(-1, keepdim=True))
@@ -86,10 +86,10 @@ def of_experts(
         outputs = outputs.view(count, len(probes), -1)
         terms["diversity"] = losses.diversity * diversity(outputs, is_real, mean_over_ranks)
     if losses.distillation:
-        taught = _taught(teacher, tokens, layer)
         index = experts.reshape(-1, 1)
         rows = tokens.repeat_interleave(experts.shape[1], dim=0)
         outputs = run(rows, index, torch.ones_like(index, dtype=weights.dtype)).view(*experts.shape, -1)
+        taught = _taught(teacher, tokens, outputs.shape[-1], layer)
         terms["distillation"] = losses.distillation * distillation(outputs, weights, taught, real, mean_over_ranks)
     return terms
 
@@ -110,8 +110,8 @@ def probe_tokens(tokens: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def _taught(teacher: Teacher | None, tokens: Tensor, layer: str) -> Tensor:
-    """Return the outputs (T,d) of the teacher for `tokens (T,d)`."""
+def _taught(teacher: Teacher | None, tokens: Tensor, width: int, layer: str) -> Tensor:
+    """Return the outputs (T,width) of the teacher for `tokens (T,d)`."""
     if teacher is None:
         raise ValueError(
             f"{layer}: the loss distillation compares experts with a teacher, and this layer has none; give the losses to "
@@ -119,9 +119,9 @@ def _taught(teacher: Teacher | None, tokens: Tensor, layer: str) -> Tensor:
             "holdfast.set_teacher."
         )
     taught = teacher(tokens)
-    if taught.shape != tokens.shape:
+    if taught.shape != (len(tokens), width):
         raise ValueError(
             f"{layer}: the teacher returned {tuple(taught.shape)} for tokens {tuple(tokens.shape)}; it must return as many "
-            "tokens of the same width."
+            f"tokens, {width} wide, as the experts do."
         )
     return taught

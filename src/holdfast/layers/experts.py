@@ -28,8 +28,10 @@ UNKNOWN_FORMAT = "experts cannot run with weights in this format; exclude them f
 class Experts(nn.Module):
     """y_t = sum_s weight_ts FFN_{expert_ts}(x_t), with FFN(x) = down(activation(gate x) * up x) or down(activation(up x)).
 
-    Parameters are `gate_up_proj (E,2*hidden,dim)` (not gated: `up_proj (E,hidden,dim)`) and `down_proj (E,dim,hidden)`, with
+    Parameters are `gate_up_proj (E,2*hidden,dim)` (not gated: `up_proj (E,hidden,dim)`) and `down_proj (E,out,hidden)`, with
     `bias=True` also `gate_up_proj_bias`/`up_proj_bias` and `down_proj_bias`. An expert index of E marks an unused slot.
+
+    out   the width of outputs; None: `dim`
     """
 
     down_proj: nn.Parameter
@@ -42,6 +44,7 @@ class Experts(nn.Module):
         hidden: int,
         experts: int,
         *,
+        out: int | None = None,
         activation: str | Activation = "silu",
         gated: bool = True,
         bias: bool = False,
@@ -49,16 +52,17 @@ class Experts(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        for what, value in (("dim", dim), ("hidden", hidden), ("experts", experts)):
+        out = dim if out is None else out
+        for what, value in (("dim", dim), ("hidden", hidden), ("experts", experts), ("out", out)):
             if value < 1:
                 raise ValueError(f"{what} is {value}; Experts needs at least 1.")
-        self.dim, self.hidden, self.experts, self.gated = dim, hidden, experts, gated
+        self.dim, self.hidden, self.experts, self.out, self.gated = dim, hidden, experts, out, gated
         self._given_name, self.activation = resolve_activation(activation)
         self._up_name = "gate_up_proj" if gated else "up_proj"
         inner = 2 * hidden if gated else hidden
-        shapes: dict[str, tuple[int, ...]] = {self._up_name: (experts, inner, dim), "down_proj": (experts, dim, hidden)}
+        shapes: dict[str, tuple[int, ...]] = {self._up_name: (experts, inner, dim), "down_proj": (experts, out, hidden)}
         if bias:
-            shapes |= {f"{self._up_name}_bias": (experts, inner), "down_proj_bias": (experts, dim)}
+            shapes |= {f"{self._up_name}_bias": (experts, inner), "down_proj_bias": (experts, out)}
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
         self.has_bias = bias
@@ -84,7 +88,7 @@ class Experts(nn.Module):
         most_rows: int | None = None,
         factors: Tensor | None = None,
     ) -> Tensor:
-        """Return (T,d) for `tokens (T,d)`, `experts (T,K)` and `weights (T,K)`; the sum over slots is taken in float32.
+        """Return (T,out) for `tokens (T,d)`, `experts (T,K)` and `weights (T,K)`; the sum over slots is taken in float32.
 
         most_rows   at most this many slots have an expert; on a GPU, memory is allocated for them only. None: all slots
         factors     (E,), by which the gradients of experts are multiplied; None: by 1
@@ -105,7 +109,7 @@ class Experts(nn.Module):
         return as_float(self, name, UNKNOWN_FORMAT)
 
     def run_merged(self, tokens: Tensor, gates: Tensor) -> Tensor:
-        """Return (B,N,d) for `tokens (B,N,d)`: one expert for each sequence, the sum of all weighted by `gates (B,E)`.
+        """Return (B,N,out) for `tokens (B,N,d)`: one expert for each sequence, the sum of all weighted by `gates (B,E)`.
 
         Merging is linear in the weights and biases of experts. All experts must be on this rank.
         """
@@ -147,16 +151,17 @@ class Experts(nn.Module):
     def extra_repr(self) -> str:
         kind = "gated" if self.gated else "plain"
         name = self.activation_name or getattr(self.activation, "__name__", repr(self.activation))
-        return f"dim={self.dim}, hidden={self.hidden}, experts={self.experts}, {kind}, {name}, bias={self.has_bias}"
+        out = "" if self.out == self.dim else f"out={self.out}, "
+        return f"dim={self.dim}, hidden={self.hidden}, {out}experts={self.experts}, {kind}, {name}, bias={self.has_bias}"
 
 
 class Network(NamedTuple):
     """The weights of all experts, which are DTensors if experts are sharded, and their activation."""
 
     up: Tensor  # (E,inner,d)
-    down: Tensor  # (E,d,hidden)
+    down: Tensor  # (E,out,hidden)
     up_bias: Tensor | None  # (E,inner)
-    down_bias: Tensor | None  # (E,d)
+    down_bias: Tensor | None  # (E,out)
     activate: Callable[[Tensor, Dispatch], Tensor]  # on rows in the order of a `Dispatch`
     glu: str | None  # the name of the activation if it is gated, because there may be a kernel for it
 

@@ -31,7 +31,7 @@ class RoutedLayer(nn.Module, ABC):
     `forward` returns the output and the `Routing`, whose losses the caller adds to the training loss. Padding that contains
     NaN or huge numbers is replaced by 0.
 
-    teacher   what the loss distillation compares experts with: a function from tokens (T,d) to (T,d), without gradients
+    teacher   what the loss distillation compares experts with: a function from tokens (T,d) to (T,out), without gradients
     """
 
     kind: ClassVar[LayerKind]
@@ -87,7 +87,7 @@ class RoutedLayer(nn.Module, ABC):
         most_rows: int | None,
         factors: Tensor | None = None,
     ) -> Tensor:
-        """Return the outputs of `experts` for `tokens (B,N,d)`, with `weights (T,K)` in the place of the routing's.
+        """Return the outputs (B,N,out) of `experts` for `tokens (B,N,d)`, with `weights (T,K)` for those of the routing.
 
         most_rows   as the selector that returned the routing declares it; None: not known
         factors     (E,), by which the gradients of experts are multiplied; None: by 1
@@ -142,7 +142,7 @@ class MoE(RoutedLayer):
         given = {"most_rows": most_rows, "factors": factors}
         given = {name: value for name, value in given.items() if value is not None}  # experts of one's own need not know it
         out: Tensor = experts(tokens.reshape(-1, tokens.shape[-1]), routing.experts, weights, **given)
-        return out.view(tokens.shape)
+        return out.view(*tokens.shape[:-1], out.shape[-1])
 
 
 @final
@@ -177,7 +177,7 @@ class SoftMoE(RoutedLayer):
         rows = mixed.reshape(sequences, count, slots, dim).transpose(0, 1).reshape(-1, dim)
         index = (torch.arange(rows.shape[0], device=rows.device) // max(sequences * slots, 1)).unsqueeze(1)
         outputs = experts(rows, index, torch.ones_like(index, dtype=torch.float32))
-        outputs = outputs.reshape(count, sequences, slots, dim).transpose(0, 1).reshape(sequences, count * slots, dim)
+        outputs = outputs.reshape(count, sequences, slots, -1).transpose(0, 1).reshape(sequences, count * slots, -1)
         dense = torch.zeros_like(routing.gates).scatter(1, routing.experts, weights)
         combine = (dense.unsqueeze(-1) * routing.shares).reshape(sequences, length, count * slots)
         return torch.bmm(combine.to(outputs.dtype), outputs)
@@ -226,16 +226,26 @@ def name_layers(model: nn.Module) -> nn.Module:
 
 
 class FeedForward(nn.Module):
-    """A dense feed-forward network: down(activation(gate x) * up x), or down(activation(up x)) if not `gated`."""
+    """A dense feed-forward network: down(activation(gate x) * up x), or down(activation(up x)) if not `gated`.
+
+    out   the width of outputs; None: `dim`
+    """
 
     def __init__(
-        self, dim: int, hidden: int, *, activation: str | Activation = "silu", gated: bool = True, bias: bool = False
+        self,
+        dim: int,
+        hidden: int,
+        *,
+        out: int | None = None,
+        activation: str | Activation = "silu",
+        gated: bool = True,
+        bias: bool = False,
     ) -> None:
         super().__init__()
         _, self.activation = resolve_activation(activation)
         self.gate_proj = nn.Linear(dim, hidden, bias=bias) if gated else None
         self.up_proj = nn.Linear(dim, hidden, bias=bias)
-        self.down_proj = nn.Linear(hidden, dim, bias=bias)
+        self.down_proj = nn.Linear(hidden, dim if out is None else out, bias=bias)
 
     def forward(self, tokens: Tensor) -> Tensor:
         up = self.up_proj(tokens)

@@ -16,9 +16,8 @@ from holdfast.layers.moe import FeedForward
 def new_shared(experts: Experts, count: int) -> FeedForward:
     """Return `count` shared experts as one network of `count` times the width: their sum is the same."""
     activation = experts.activation_name or experts.activation
-    shared = FeedForward(
-        experts.dim, count * experts.hidden, activation=activation, gated=experts.gated, bias=experts.has_bias
-    )
+    form = {"out": experts.out, "activation": activation, "gated": experts.gated, "bias": experts.has_bias}
+    shared = FeedForward(experts.dim, count * experts.hidden, **form)
     return shared.to(device=experts.down_proj.device, dtype=experts.down_proj.dtype)
 
 
@@ -55,7 +54,7 @@ def fill_shared(shared: nn.Module, dense: dict[str, Tensor] | None, std: float) 
 
 
 class DenseTeacher(nn.Module):
-    """The dense network that the experts of a layer are copies of, frozen: (T,d) to (T,d).
+    """The dense network that the experts of a layer are copies of, frozen: (T,d) to (T,out).
 
     Its weights are buffers that are not saved: no optimiser trains them, they move with the model, and they take the memory
     of one expert. A saved model has the experts that it has taught.

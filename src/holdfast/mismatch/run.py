@@ -86,6 +86,7 @@ def measure_mismatch(
     """
     checked = mismatch_settings(**settings)
     audited = AuditedModel(model)
+    audited.require_texts()
     recorded = rollout_or_texts if isinstance(rollout_or_texts, Rollout) else None
     if recorded is None and not checked.simulate:
         raise ValueError("there is no recorded rollout, so simulate=False leaves nothing to compare.")

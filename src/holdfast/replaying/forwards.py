@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from holdfast.hub.install import ModelHooks, hooks_of
 from holdfast.hub.tracing import Trace, own_hooks, trace, without_compilation
-from holdfast.replaying.routes import RoutedModel, Routes, join_layers, unwrapped
+from holdfast.replaying.routes import RoutedModel, Routes, join_layers, routings_of_tokens, unwrapped
 from holdfast.routing.replaying import NO_RECORD
 
 
@@ -131,7 +131,8 @@ class Recorder:
             self._rollouts.append(rollout)
         rollout.crop(before)
         rollout.ids.append(ids.detach().clone())
-        rollout.routes.append(join_layers(list(step), step.shape, step.token_mask).to(torch.int16))
+        routings = routings_of_tokens(step, model)
+        rollout.routes.append(join_layers(routings, step.shape, step.token_mask).to(torch.int16))
 
 
 @contextmanager

@@ -33,7 +33,7 @@ from holdfast.hub.families import text_config
 from holdfast.hub.forwards import require_no_copies
 from holdfast.hub.install import specs_of
 from holdfast.hub.layers import moe_layers
-from holdfast.hub.tracing import Trace
+from holdfast.hub.tracing import Step, Trace, layers_of_images
 from holdfast.routing import Routing
 from holdfast.routing.replaying import NO_RECORD, require_values
 
@@ -48,7 +48,10 @@ MOST_LAYERS, MOST_EXPERTS = 4096, 2**15 - 1  # of routes from a file; an expert 
 @final
 @dataclass(frozen=True)
 class RoutedModel:
-    """The MoE layers of a model, in its order. Routes fit every model with the same layers, whatever its weights are."""
+    """The MoE layers of a model, in its order. Routes fit every model with the same layers, whatever its weights are.
+
+    Those of a vision-language model are the layers of its language part: the tokens of other parts are not in `input_ids`.
+    """
 
     model_type: str
     places: list[Annotated[int, Limits(0, MOST_LAYERS, "0 or more")]]  # of the MoE layers among all layers of the model
@@ -65,6 +68,12 @@ class RoutedModel:
         """Return the description of a model, which may be wrapped (PEFT, DDP, `torch.compile`)."""
         inner = unwrapped(model)
         found, specs, config = moe_layers(inner), specs_of(inner), text_config(inner)
+        found = [layer for layer in found if not layer.of_images]
+        if not found:
+            raise ValueError(
+                "routes are those of tokens of input_ids, and the MoE layers of this model are all of images; make its "
+                "language part sparse too."
+            )
         places, k = [], []
         for index, layer in enumerate(found):
             numbers = re.findall(r"(?:^|\.)(\d+)(?=\.)", f"{layer.name}.")  # the first is that of its stack of layers
@@ -145,7 +154,7 @@ class Routes:
         if not trace.steps or trace.steps[-1].shape is None:
             raise ValueError("the trace has no forward with a known batch: call model(...) inside it, with token ids.")
         shape, of = trace.steps[-1].shape, RoutedModel.from_model(model)
-        return cls.from_tensor(join_layers(list(trace), shape, trace.token_mask), of)
+        return cls.from_tensor(join_layers(routings_of_tokens(trace.steps[-1], model), shape, trace.token_mask), of)
 
     @classmethod
     def from_sequences(
@@ -251,6 +260,12 @@ def read_tensors(path: Path, *, only_notes: bool = False) -> tuple[dict[str, Ten
         raise ValueError(f"{path} does not exist; name a file of Rollout.save or Routes.save.") from None
     except (SafetensorError, OSError) as problem:
         raise ValueError(f"{path} cannot be read as safetensors: {problem}.") from None
+
+
+def routings_of_tokens(step: Step, model: Any) -> list[Routing]:
+    """Return the routings in a step of the MoE layers whose tokens are those of `input_ids`: not those of images."""
+    others = layers_of_images(unwrapped(model))
+    return [step[layer] for layer in range(len(step)) if layer not in others]
 
 
 def join_layers(routings: list[Routing], shape: tuple[int, int], token_mask: Tensor | None) -> Tensor:

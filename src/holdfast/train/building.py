@@ -21,10 +21,10 @@ from torch import nn
 
 from holdfast.certificates.margins import require_trainable
 from holdfast.hub import reroute, sparsify
-from holdfast.hub.convert import choose_layers, set_losses
-from holdfast.hub.families import DENSE_FAMILIES
+from holdfast.hub.convert import choose_in_parts, choose_layers, routers_in_parts, set_losses
+from holdfast.hub.families import DENSE_FAMILIES, VISION_LANGUAGE_FAMILIES
 from holdfast.hub.install import specs_of
-from holdfast.hub.layers import dense_family, find_submodule, is_moe, layer_infos, mixer_of, moe_family, moe_layers
+from holdfast.hub.layers import feed_forward_layers, find_submodule, is_moe, layer_infos, mixer_of, moe_family, moe_layers
 from holdfast.hub.replacements import SparseLayer
 from holdfast.hub.second_view import require_no_noise, require_views_differ
 from holdfast.hub.specs import LayerSpec
@@ -32,7 +32,7 @@ from holdfast.layers.losses import Losses
 from holdfast.model_size import in_gib, memory_for_training
 from holdfast.planning.planning import CONFIG_ERRORS
 from holdfast.routing import Router
-from holdfast.routing.presets import resolve_layers, routers_by_layer, shared_k
+from holdfast.routing.presets import resolve_layers, shared_k
 from holdfast.train.recipe import Recipe, RouterChoice, SparsePart
 from holdfast.train.robust_step import require_one_sequence
 from holdfast.train.start import wrong_entries
@@ -84,10 +84,10 @@ def initial_experts(recipe: Recipe) -> str:
 
 def _has_router(model: Any, choice: RouterChoice, k: int | None) -> bool:
     """Return whether every MoE layer has this router already, with these options: then it keeps its state."""
-    specs, names = specs_of(model), [layer.name for layer in moe_layers(model)]
-    wanted = routers_by_layer(resolve_layers(choice.router, dict(choice.options), k=k), len(names))
-    for name, one in zip(names, wanted, strict=True):
-        spec = specs.get(name)
+    specs, found = specs_of(model), moe_layers(model)
+    wanted = routers_in_parts(resolve_layers(choice.router, dict(choice.options), k=k), found)
+    for layer, one in zip(found, wanted, strict=True):
+        spec = specs.get(layer.name)
         if spec is None or one is None:
             return False
         other = LayerSpec(one.router, spec.k if one.k is None else one.k, one.options)
@@ -122,19 +122,16 @@ def _leave_out(name: str, value: str = "null") -> str:
 
 
 def _chosen(sparse: SparsePart, model: Any) -> list[str]:
-    """Return the names of the layers that `sparse.layers` chooses among all transformer layers of the model."""
-    names: dict[str, None] = {}  # an ordered set: rows of one family may share a place
-    if model.config.model_type in DENSE_FAMILIES:
-        for name, module in model.named_modules():
-            for row in dense_family(model).rows:
-                if all(find_submodule(module, path) is not None for path in (row.attention, row.projection, row.place)):
-                    names[f"{name}.{row.place}"] = None
-    else:
-        family = moe_family(model)
-        for name, module in model.named_modules():
-            if mixer_of(family, module) is not None and find_submodule(module, family.block) is not None:
-                names[f"{name}.{family.block}"] = None
-    return [list(names)[index] for index in choose_layers(sparse.layers, len(names))]
+    """Return the names of the layers that `sparse.layers` chooses among all transformer layers of the parts with experts."""
+    if model.config.model_type in (*DENSE_FAMILIES, *VISION_LANGUAGE_FAMILIES):
+        parts = {layer.part for layer in moe_layers(model)}
+        found = [layer for layer in feed_forward_layers(model).values() if layer.part in parts]
+        return [layer.name for layer in choose_in_parts(sparse.layers, found)]
+    family, names = moe_family(model), list[str]()
+    for name, module in model.named_modules():
+        if mixer_of(family, module) is not None and find_submodule(module, family.block) is not None:
+            names.append(f"{name}.{family.block}")
+    return [names[index] for index in choose_layers(sparse.layers, len(names))]
 
 
 def build_model(task: Task, name: str, options: Mapping[str, Any], *, seed: int, k: int | None = None) -> Any:

@@ -1,7 +1,7 @@
 """The dense families: one row each, and how the weights of a feed-forward network become those of an expert."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from holdfast.layers import Experts
 from holdfast.layers.experts import ACTIVATIONS, Activation
 
+Part = Literal["vision", "connector", "language"]  # of a vision-language model
+PARTS: tuple[Part, ...] = get_args(Part)  # in the order in which an image passes through them
 OUR_ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "swish": "silu"}  # by transformers' names
 
 
@@ -23,8 +25,8 @@ class DenseFamily:
     place: str
     up: tuple[str, ...]  # stacked: gate first, where there is one
     down: str
-    attention: str
-    projection: str
+    attention: str | None  # None: a connector, which has none
+    projection: str | None
     gated: bool
     activation: str = "hidden_act"  # in the config
     dropout: str | None = None
@@ -36,6 +38,7 @@ class DenseFamily:
     own_attention: bool = False  # it is not one of transformers' attention functions, or adds a bias: it is not captured
     causal: bool | None = None  # None: the attention says whether no token attends to a later one
     reads_token_ids: bool = True  # the layers' tokens are those of the model's input_ids
+    packed: bool = False  # all images of a batch are one row of tokens (T,d)
     others: tuple["DenseFamily", ...] = ()  # rows of other layers of the family: of a decoder, or gated ones
 
     @property
@@ -56,17 +59,29 @@ class DenseLayer:
     layer: nn.Module
     family: DenseFamily  # the row that fits this layer
     config: Any  # of the model's part that the layer belongs to
+    part: Part | None = None  # of a vision-language model
 
     @property
     def attention(self) -> Any:
-        return self.layer.get_submodule(self.family.attention)
+        """Return the attention before the network; None in a connector."""
+        return None if self.family.attention is None else self.layer.get_submodule(self.family.attention)
 
     @property
     def down(self) -> Any:
         return self.layer.get_submodule(self.family.down)
 
+    @property
+    def of_images(self) -> bool:
+        """Whether its tokens are parts of images in a vision-language model."""
+        return self.part in ("vision", "connector")
 
-def _paths(place: str, up: str, down: str, attention: str, projection: str, *, gated: bool = False) -> dict[str, Any]:
+    @property
+    def dim(self) -> int:
+        """The width of the network's input."""
+        return linear_shape(self.layer.get_submodule(self.family.up[0]))[1]
+
+
+def paths(place: str, up: str, down: str, attention: str, projection: str, *, gated: bool = False) -> dict[str, Any]:
     """Return the entries of a row whose feed-forward network is the module `place`; `up` has one name or two."""
     return {
         "place": place,
@@ -78,10 +93,10 @@ def _paths(place: str, up: str, down: str, attention: str, projection: str, *, g
     }
 
 
-_GATED = _paths("mlp", "gate_proj up_proj", "down_proj", "self_attn", "o_proj", gated=True)
-_TOWER = _paths("mlp", "fc1", "fc2", "self_attn", "out_proj")
-_VIT = _paths("mlp", "fc1", "fc2", "attention", "o_proj")
-_GATED_VIT = _paths("mlp", "gate_proj up_proj", "down_proj", "attention", "o_proj", gated=True)
+GATED = paths("mlp", "gate_proj up_proj", "down_proj", "self_attn", "o_proj", gated=True)
+TOWER = paths("mlp", "fc1", "fc2", "self_attn", "out_proj")
+_VIT = paths("mlp", "fc1", "fc2", "attention", "o_proj")
+_GATED_VIT = paths("mlp", "gate_proj up_proj", "down_proj", "attention", "o_proj", gated=True)
 _OLDER_VIT = {**_VIT, "attention": "attention.attention", "projection": "attention.output.dense"}  # in older transformers
 _DISTILBERT: dict[str, Any] = {"activation": "activation", "dropout": "ffn.dropout"}
 _MODERNBERT: dict[str, Any] = {"activation": "hidden_activation", "inner_dropout": "mlp.drop"}
@@ -97,7 +112,7 @@ _BERT: dict[str, Any] = {
     "bypassed": ("output.dense",),
 }
 _MPNET = {**_BERT, "attention": "attention.attn", "projection": "attention.attn.o"}
-_BLOOM: dict[str, Any] = _paths("mlp", "dense_h_to_4h", "dense_4h_to_h", "self_attention", "dense")
+_BLOOM: dict[str, Any] = paths("mlp", "dense_h_to_4h", "dense_4h_to_h", "self_attention", "dense")
 _BLOOM_ACTIVATION: dict[str, Any] = {  # it is a module between the linear maps
     "place": "mlp.dense_h_to_4h",
     "activation_module": "mlp.gelu_impl",
@@ -120,7 +135,7 @@ def _t5(layer: int, *, gated: bool, others: tuple[DenseFamily, ...] = ()) -> Den
     place = f"layer.{layer}.DenseReluDense"
     return DenseFamily(
         "t5",
-        **_paths(place, "wi_0 wi_1" if gated else "wi", "wo", "layer.0.SelfAttention", "o", gated=gated),
+        **paths(place, "wi_0 wi_1" if gated else "wi", "wo", "layer.0.SelfAttention", "o", gated=gated),
         activation="dense_act_fn",
         inner_dropout=f"{place}.dropout",
         own_attention=True,
@@ -137,28 +152,27 @@ def _alike(*model_types: str, **row: Any) -> list[DenseFamily]:
 DENSE_FAMILIES = {
     family.model_type: family
     for family in (
-        *_alike("llama", "qwen3", "mistral", "qwen2", "gemma", **_GATED),
-        *_alike("olmo2", "smollm3", "granite", "cohere", "stablelm", **_GATED),
-        *_alike("gemma2", "gemma3_text", **_GATED, activation="hidden_activation"),
-        DenseFamily("llava", **_GATED),  # with a Llama
-        DenseFamily("phi3", **_paths("mlp", "gate_up_proj", "down_proj", "self_attn", "o_proj", gated=True)),
-        DenseFamily("phi", **_paths("mlp", "fc1", "fc2", "self_attn", "dense")),
-        DenseFamily("gpt2", **_paths("mlp", "c_fc", "c_proj", "attn", "c_proj"), **_GPT),
-        DenseFamily("gpt_neox", **_paths("mlp", "dense_h_to_4h", "dense_4h_to_h", "attention", "dense")),
-        DenseFamily("gptj", **_paths("mlp", "fc_in", "fc_out", "attn", "out_proj"), **_GPT, **_OWN_CAUSAL),
+        *_alike("llama", "qwen3", "mistral", "qwen2", "gemma", **GATED),
+        *_alike("olmo2", "smollm3", "granite", "cohere", "stablelm", **GATED),
+        *_alike("gemma2", "gemma3_text", **GATED, activation="hidden_activation"),
+        DenseFamily("phi3", **paths("mlp", "gate_up_proj", "down_proj", "self_attn", "o_proj", gated=True)),
+        DenseFamily("phi", **paths("mlp", "fc1", "fc2", "self_attn", "dense")),
+        DenseFamily("gpt2", **paths("mlp", "c_fc", "c_proj", "attn", "c_proj"), **_GPT),
+        DenseFamily("gpt_neox", **paths("mlp", "dense_h_to_4h", "dense_4h_to_h", "attention", "dense")),
+        DenseFamily("gptj", **paths("mlp", "fc_in", "fc_out", "attn", "out_proj"), **_GPT, **_OWN_CAUSAL),
         DenseFamily("falcon", **_BLOOM, activation="activation", **_OWN_CAUSAL),
         DenseFamily("bloom", **{**_BLOOM, **_BLOOM_ACTIVATION}, **_OWN_CAUSAL),
         DenseFamily("opt", **_IN_LAYER),
         *_alike("bert", "roberta", "xlm-roberta", "electra", **_BERT),
         DenseFamily("deberta-v2", **_BERT, own_attention=True, causal=False),
         DenseFamily("mpnet", **_MPNET, own_attention=True, causal=False),
-        DenseFamily("distilbert", **_paths("ffn", "lin1", "lin2", "attention", "out_lin"), **_DISTILBERT),
-        DenseFamily("modernbert", **_paths("mlp", "Wi", "Wo", "attn", "Wo", gated=True), **_MODERNBERT),
+        DenseFamily("distilbert", **paths("ffn", "lin1", "lin2", "attention", "out_lin"), **_DISTILBERT),
+        DenseFamily("modernbert", **paths("mlp", "Wi", "Wo", "attn", "Wo", gated=True), **_MODERNBERT),
         _t5(1, gated=False, others=(_t5(2, gated=False), _t5(1, gated=True), _t5(2, gated=True))),
         *_alike("bart", "whisper", **_IN_LAYER, zero_dropout="activation_dropout", reads_token_ids=False),
         DenseFamily(
             "wav2vec2",
-            **_paths("feed_forward", "intermediate_dense", "output_dense", "attention", "out_proj"),
+            **paths("feed_forward", "intermediate_dense", "output_dense", "attention", "out_proj"),
             dropout="feed_forward.output_dropout",
             inner_dropout="feed_forward.intermediate_dropout",
             reads_token_ids=False,
@@ -171,8 +185,8 @@ DENSE_FAMILIES = {
         ),
         DenseFamily("swin", **_VIT, windowed=True),
         DenseFamily("swinv2", **_BERT, windowed=True),
-        *_alike("siglip", "siglip_text_model", "siglip_vision_model", **_TOWER),
-        *_alike("clip", "clip_text_model", "clip_vision_model", **_TOWER),
+        *_alike("siglip", "siglip_text_model", "siglip_vision_model", **TOWER),
+        *_alike("clip", "clip_text_model", "clip_vision_model", **TOWER),
     )
 }
 
@@ -195,10 +209,10 @@ def without_dropout(activation: Activation) -> Activation:
 
 def new_experts(dense: DenseLayer, experts: int, hidden: int | None) -> Experts:
     """Return experts in the form of the dense network of a layer; `hidden` is their width, None: that of the network."""
-    dim, inner = linear_shape(dense.down)
+    out, inner = linear_shape(dense.down)
     form = {"activation": _activation_of(dense), "gated": dense.family.gated, **device_and_dtype(dense.down.weight)}
     has_bias = getattr(dense.down, "bias", None) is not None
-    return Experts(dim, inner if hidden is None else hidden, experts, bias=has_bias, **form)
+    return Experts(dense.dim, inner if hidden is None else hidden, experts, out=out, bias=has_bias, **form)
 
 
 def _activation_of(dense: DenseLayer) -> str | Activation:

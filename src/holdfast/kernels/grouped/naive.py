@@ -12,7 +12,7 @@ def experts(
     chosen: Tensor,  # (T,K), the value E marks an unused slot
     weights: Tensor,  # (T,K)
     up: Tensor,  # (E,2H,d) when gated, else (E,H,d)
-    down: Tensor,  # (E,d,H)
+    down: Tensor,  # (E,out,H)
     up_bias: Tensor | None,
     down_bias: Tensor | None,
     activation: Callable[[Tensor], Tensor],
@@ -21,7 +21,7 @@ def experts(
     """Return y_t = sum over used slots s of weight_ts * FFN_{expert_ts}(x_t)."""
     outputs = []
     for token, its_experts, its_weights in zip(tokens, chosen.tolist(), weights, strict=True):
-        total = torch.zeros_like(token, dtype=torch.float32)
+        total = torch.zeros(down.shape[1])
         for slot, expert in enumerate(its_experts):
             if expert == up.shape[0]:
                 continue
@@ -30,7 +30,7 @@ def experts(
             output = F.linear(activation(gate) * factor, down[expert], None if down_bias is None else down_bias[expert])
             total = total + its_weights[slot].float() * output.float()
         outputs.append(total.to(token.dtype))
-    return torch.stack(outputs) if outputs else tokens.new_zeros(tokens.shape)
+    return torch.stack(outputs) if outputs else tokens.new_zeros(len(tokens), down.shape[1])
 
 
 def combine_rows(rows: Tensor, slots: Tensor, weights: Tensor, used: int) -> Tensor:
