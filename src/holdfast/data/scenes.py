@@ -5,8 +5,8 @@ with noise. Places, sizes and brightness vary a little. There is one question fo
 
     yes/no      is there a red circle ?                     half yes; for "no", the colour and the shape are both there
     count       how many circles are there ?                0 to 4, each as often
-    colour      what is the colour of the circle ?          four options, shuffled
-    shape       which shape is red ?                        four options, shuffled
+    colour      what is the colour of the circle ?          one of six
+    shape       which shape is red ?                        multiple choice: four options with letters, shuffled
     place       where is the red circle ?                   top left, top right, bottom left, bottom right, each as often
     relation    is the circle left of the square ?          half yes; left of, right of, above, below
 
@@ -129,26 +129,18 @@ def _count(scene: _Scene, first: tuple[str, str]) -> Question:
     )
 
 
-def _with_options(scene: _Scene, text: str, answer: str, every: Sequence[str], kind: str) -> Question:
-    others = [one for one in every if one != answer]
-    options = [answer]
-    while len(options) < 4:
-        options.append(others.pop(scene.draws.below(len(others))))
-    return Question(0, text, answer, tuple(options), kind, lettered=True)
-
-
 def _colour(scene: _Scene, first: tuple[str, str]) -> Question:
     shape, colour = first
     scene.add(first)
     scene.fill(without_shape=[shape])
-    return _with_options(scene, f"what is the colour of the {shape} ?", colour, tuple(COLOURS), "colour")
+    return Question(0, f"what is the colour of the {shape} ?", colour, tuple(COLOURS), "colour")
 
 
 def _shape(scene: _Scene, first: tuple[str, str]) -> Question:
     shape, colour = first
     scene.add(first)
     scene.fill(without_colour=[colour])
-    return _with_options(scene, f"which shape is {colour} ?", shape, SHAPES, "shape")
+    return Question(0, f"which shape is {colour} ?", shape, SHAPES, "shape", lettered=True)
 
 
 def _place(scene: _Scene, first: tuple[str, str]) -> Question:

@@ -41,6 +41,7 @@ OF_TASKS = {  # keys that are for some tasks only: the tasks, and what these are
     "data.shifts": (("images",), "images"),
     "data.pictures": (("vision-language",), "pictures with questions"),
     "data.tests": (("vision-language",), "pictures with questions"),
+    "sparse.parts": (("vision-language",), "pictures with questions"),
     "stages": (("vision-language",), "pictures with questions"),
     "losses.word_noise": (("text", "labels"), "texts"),
     "training.augment": (IMAGES, "images"),
@@ -97,6 +98,7 @@ class SparsePart:
     hidden: Positive | None = None
     shared: Positive | None = None  # shared experts, for every router of a comparison; no value: none
     layers: str | list[Count] = "all"
+    parts: list[Literal["vision", "connector", "language"]] | None = None  # of a vision-language model; no value: language
     init: Literal["copy", "random"] | None = None  # no value: "copy" if the dense model is a checkpoint, else "random"
 
     def __post_init__(self) -> None:

@@ -44,9 +44,11 @@ def after_stages(task: Task, folder: Path, seed: int) -> Task:
     model = task.initial_model()
     with locked(place, wait=True) as lock:
         for stage in stages:
-            logger.info("Stage %s: %s steps.", stage.name, f"{stage.task.steps:,}")
             with stage.prepare(model):
                 own = place / stage.name
                 how = {"seed": seed, "k": [], "tick": lambda finished: None, "guard": partial(lock.require, own)}
-                TrainingLoop(model, stage.task, own, **how).run()
+                loop = TrainingLoop(model, stage.task, own, **how)
+                if (left := loop.steps - loop.state.global_step) > 0:
+                    logger.info("Stage %s: %s steps.", stage.name, f"{left:,}")
+                loop.run()
     return task.starting_from({name: tensor.cpu() for name, tensor in model.state_dict().items()})

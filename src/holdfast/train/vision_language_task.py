@@ -43,7 +43,7 @@ from holdfast.data.question_files import read_tests
 from holdfast.data.questions import PICTURE, cell_targets, prior_error
 from holdfast.data.tokenizers import HubTokenizer, token_texts, tokenizer
 from holdfast.errors import unknown_name
-from holdfast.hub.tracing import require_positions
+from holdfast.hub.tracing import layers_of_images, require_positions
 from holdfast.metrics.token_routes import Example, View, tokens_to_show
 from holdfast.train.image_attacks import ATTACK_SEED, FROST, Corrupted, error_of, per_image
 from holdfast.train.image_task import evenly_spaced
@@ -352,10 +352,13 @@ class VisionLanguageTask(Task):
     def probe(self) -> Inputs:
         return self._few(PROBE)
 
-    def _few(self, count: int, start: int = 0) -> Inputs:
-        """Return some test questions that have a picture."""
+    def _seeing(self, count: int) -> list[Asked]:
+        """Return some test questions that have a picture, evenly spaced."""
         seeing = [one for one in self.asked["test"] if one.picture is not None]
-        some = [seeing[place] for place in evenly_spaced(len(seeing), count)][start:]
+        return [seeing[place] for place in evenly_spaced(len(seeing), count)]
+
+    def _few(self, count: int) -> Inputs:
+        some = self._seeing(count)
         pictures = self._read(self.question_set.tests["test"].pictures)
         return with_pictures(self.encoder.batch([one.row for one in some]), [one.picture for one in some], pictures)
 
@@ -365,17 +368,24 @@ class VisionLanguageTask(Task):
             yield {name: tensor[start : start + AUDIT_BATCH] for name, tensor in every.items()}
 
     def view(self, model: Any) -> View:
-        """Return a few questions with the routes of their tokens in the language model; a patch of a picture is ▦."""
-        inputs = self._few(VIEW)
+        """Return a few questions with the routes of their tokens; a patch is ▦. Layers of the tower route patches only."""
+        inputs, of_images = self._few(VIEW), layers_of_images(model)
         recorded = record_routes(model, inputs)
-        ids, width = inputs["input_ids"], inputs["input_ids"].shape[1]
+        ids, width, count = inputs["input_ids"].flatten(), inputs["input_ids"].shape[1], len(inputs["input_ids"])
         rows = inputs["attention_mask"].flatten().nonzero().flatten()[: tokens_to_show(len(recorded.routings))]
+        is_patch = ids == self.encoder.picture
+        patch = torch.where(is_patch, is_patch.cumsum(0) - 1, -1)  # its number among the patches of all pictures
+        found = []
+        for layer, routing in enumerate(recorded.routings):
+            before = len(routing.experts) // count - self.encoder.patches  # tokens before the patches, such as CLIP's first
+            shift = (1 + patch // self.encoder.patches) * before
+            found.append(torch.where(patch < 0, -1, patch + shift)[rows] if layer in of_images else rows)
         examples = []
         for number in (rows // width).unique().tolist():
-            own = ids.flatten()[rows[rows // width == number]]
+            own = ids[rows[rows // width == number]]
             texts = iter(token_texts(self.tokenizer.decode, own[own != self.encoder.picture].tolist()))
             examples.append(Example(["▦" if token == self.encoder.picture else next(texts) for token in own.tolist()]))
-        return View(examples, shown_routes(model, inputs, recorded, [rows] * len(recorded.routings)))
+        return View(examples, shown_routes(model, inputs, recorded, found))
 
     def size_line(self, model: Any) -> str | None:
         return f"{self.width} tokens per dialogue, {self.encoder.patches} of them of its picture"
