@@ -34,7 +34,17 @@ import torch
 from holdfast.data.documents import hold_out
 from holdfast.data.files import checksum, json_objects, read_text
 from holdfast.data.images import ENDINGS, ArrayImages, FileImages, Images, central_square, memory_for, read_image
-from holdfast.data.questions import LETTERS, PICTURE, YES_NO, Dialogue, Dialogues, Question, Questions, QuestionSet
+from holdfast.data.questions import (
+    ASK_FOR_LETTER,
+    LETTERS,
+    PICTURE,
+    YES_NO,
+    Dialogue,
+    Dialogues,
+    Question,
+    Questions,
+    QuestionSet,
+)
 from holdfast.errors import unknown_name
 from holdfast.files import LARGEST, MIB, read_json, require_regular
 
@@ -266,7 +276,7 @@ def _choice(picture: int | None, text: str, options: Sequence[Any], right: int, 
     texts = [str(option).strip() for option in options]
     if not 2 <= len(texts) <= MOST_OPTIONS or len(set(texts)) < len(texts) or not all(texts):
         raise ValueError(f"{where} has the options {texts}; it needs 2 to {MOST_OPTIONS} different ones.")
-    return Question(picture, text, texts[right], tuple(texts), kind, lettered=True)
+    return Question(picture, text, texts[right], tuple(texts), kind, lettered=True, ask=ASK_FOR_LETTER)
 
 
 # Files

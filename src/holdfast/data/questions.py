@@ -53,7 +53,8 @@ class Question:
     answer: str  # one of `options`, if there are any
     options: tuple[str, ...] = ()  # the answers to choose among; (): any text
     kind: str = "all"  # the group that it is counted in
-    lettered: bool = False  # show the options with letters, and ask for a letter
+    lettered: bool = False  # show the options with letters
+    ask: str = ""  # what follows the options
 
 
 @final
@@ -73,7 +74,7 @@ def put(question: Question, number: int) -> Put:
         letters = LETTERS[: len(options)]
         shown = shuffled_options(options, number)
         lines = [f"{letter}. {option}" for letter, option in zip(letters, shown, strict=True)]
-        text = "\n".join([text, *lines, ASK_FOR_LETTER])
+        text = "\n".join(filter(None, (text, *lines, question.ask)))
         answer, options = letters[shown.index(answer)], tuple(letters)
     return Put(text if question.picture is None else f"{PICTURE}\n{text}", answer, options)
 

@@ -16,7 +16,7 @@ has one.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
@@ -227,9 +227,7 @@ def draw_set(*, size: int | None = None, count: int | None = None, seed: int = 0
         for number in range(wanted):
             things, question = scene(seed, part, number, held_out=name == SHIFT)
             pictures[number] = draw(things, Draws(seed, len(numbers) + part, number), size)
-            questions.append(
-                Question(number, question.text, question.answer, question.options, question.kind, question.lettered)
-            )
+            questions.append(replace(question, picture=number))
             for thing in things:
                 place = torch.tensor([1 + SHAPES.index(thing.shape), 1 + list(COLOURS).index(thing.colour)])
                 cells[name][number, thing.row, thing.column] = place
