@@ -120,7 +120,7 @@ def test_the_prior_is_the_most_frequent_answer_of_each_kind() -> None:
 
 def test_options_are_shuffled_by_a_draw_and_the_letter_follows_the_answer() -> None:
     question = Question(0, "which ?", "dog", ("cat", "dog", "cow", "hen"), lettered=True)
-    letters = Counter()
+    letters = Counter[str]()
     for number in range(400):
         asked = put(question, number)
         shown = dict(line.split(". ") for line in asked.text.split("\n")[2:6])

@@ -227,14 +227,15 @@ def test_a_stage_trains_its_part_only_and_the_next_starts_where_it_ended(
 def test_an_interrupted_stage_resumes_to_the_same_weights(
     task: VisionLanguageTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import holdfast.train.loop as loop
+    from holdfast.train import loop
+    from holdfast.train.run_folder import write_checkpoint
 
     often = task.with_recipe(small(training__save_every=2))
     whole = after_stages(often, tmp_path / "whole", 0).start
-    write, calls = loop.write_checkpoint, []
+    calls: list[Path] = []
 
     def stop(*given: Any) -> None:
-        write(*given)
+        write_checkpoint(*given)
         calls.append(given[0])
         if len(calls) == 3:  # in the middle of the stage of the language model
             raise Interrupted
@@ -284,7 +285,7 @@ def test_texts_of_the_language_stage_have_no_picture_and_are_learned_whole(task:
 # Recipes and runs
 
 
-MISTAKES = {
+MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "another family": ({"model__family": "vit"}, "model.family is vit"),
     "unknown entry": ({"model__config__text_config__hiden_size": 3}, "text_config.hiden_size: .*did you mean 'hidden_size'"),
     "no tower": ({"model__config__vision_config": {}}, "vision_config.model_type is missing"),
@@ -366,7 +367,7 @@ def test_a_folder_of_dialogues_is_trained_on_and_a_set_of_questions_is_scored(di
     changes = {"data__source": str(folder), "data__pictures": None, "data__size": 32, "stages__vision": None}
     assert_refused("has dialogues and no questions to score", make_task, small(**changes))
     recipe = small(**changes, data__tests=[test])
-    task = make_task(recipe)
+    task: Any = make_task(recipe)
     batch = task.examples(0).__getitems__(range(10))  # with the dialogue of texts, if it is not held out
     assert len(batch["pixel_values"]) == int((batch["input_ids"] == len(task.tokenizer)).any(1).sum())
     assert_refused(
@@ -422,5 +423,5 @@ def test_a_comparison_runs_from_end_to_end_and_its_cells_are_evaluated_and_attac
     ):
         capsys.readouterr()
         assert main(["attack", cell, *refused]) == 2
-        said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("holdfast:")]
-        assert len(said) == 1 and ("use routes" in said[0] or "router inputs" in said[0])
+        (sentence,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("holdfast:"))
+        assert "use routes" in sentence or "router inputs" in sentence

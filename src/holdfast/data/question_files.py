@@ -111,8 +111,8 @@ def _dialogue(entry: Any, place: int, file: Path, names: dict[str, int]) -> Dial
     if marks > 1 or (marks == 1) != (name is not None):
         has = "no picture" if name is None else "a picture"
         raise ValueError(f"{where} has {has} and {marks} times {PICTURE} in its text; one picture needs it once.")
-    number = None if name is None else names.setdefault(name, len(names))
-    return Dialogue(number, tuple(zip(said[::2], said[1::2], strict=True)))
+    picture = None if name is None else names.setdefault(name, len(names))
+    return Dialogue(picture, tuple(zip(said[::2], said[1::2], strict=True)))
 
 
 # Tests
@@ -170,7 +170,8 @@ def _scienceqa(folder: Path, size: int) -> tuple[Questions, str]:
 
 
 def _mmbench(file: Path, size: int) -> tuple[Questions, str]:
-    values, encoded, places, questions = [], dict[str, int](), dict[str, int](), []
+    values, questions = list[torch.Tensor](), list[Question]()
+    encoded, places = dict[str, int](), dict[str, int]()  # of pictures, by their base64 and by the index of their row
     for line, row in _quoted_rows(file, ("question", "A", "B", "answer", "image")):
         where = f"{file}, line {line}"
         letters = [letter for letter in LETTERS[:MOST_OPTIONS] if str(row.get(letter) or "nan").strip() not in ("", "nan")]
@@ -271,7 +272,7 @@ def _mme(folder: Path, size: int) -> tuple[Questions, str]:
 LAYOUTS: dict[str, ReadTest] = {"scienceqa": _scienceqa, "mmbench": _mmbench, "pope": _pope, "mme": _mme}
 
 
-def _choice(picture: int | None, text: str, options: Sequence[Any], right: int, kind: str, where: str) -> Question:
+def _choice(picture: int | None, text: str, options: Sequence[Any], right: Any, kind: str, where: str) -> Question:
     """Return a question with lettered options; equal options could not be told apart."""
     texts = [str(option).strip() for option in options]
     if not 2 <= len(texts) <= MOST_OPTIONS or len(set(texts)) < len(texts) or not all(texts):

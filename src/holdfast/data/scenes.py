@@ -199,7 +199,7 @@ def draw(things: Sequence[Thing], draws: Draws, size: int = SIZE) -> npt.NDArray
     return picture.clip(0, 255).astype(np.uint8)
 
 
-def _inside(shape: str, x: npt.NDArray[np.float64], y: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
+def _inside(shape: str, x: npt.NDArray[Any], y: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
     """Return which points are inside a shape of radius 1 around 0; y grows downwards."""
     if shape == "circle":
         return x**2 + y**2 <= 1

@@ -261,8 +261,20 @@ class StagePart:
 
     def training(self, last: TrainingPart) -> TrainingPart:
         """Return how the stage is trained; `last` is how the experts are."""
-        own = {"steps": self.steps, "batch": self.batch, "learning_rate": self.learning_rate, "warmup": self.warmup}
-        never = {"epochs": None, "accumulate": 1, "validate_every": None, "keep": "last", "best_by": "loss", "snapshots": 1}
+        own: dict[str, Any] = {
+            "steps": self.steps,
+            "batch": self.batch,
+            "learning_rate": self.learning_rate,
+            "warmup": self.warmup,
+        }
+        never: dict[str, Any] = {
+            "epochs": None,
+            "accumulate": 1,
+            "validate_every": None,
+            "keep": "last",
+            "best_by": "loss",
+            "snapshots": 1,
+        }
         return replace(last, **own, **never, interference=False)
 
 

@@ -12,6 +12,7 @@ import json
 import logging
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -46,7 +47,12 @@ def after_stages(task: Task, folder: Path, seed: int) -> Task:
         for stage in stages:
             with stage.prepare(model):
                 own = place / stage.name
-                how = {"seed": seed, "k": [], "tick": lambda finished: None, "guard": partial(lock.require, own)}
+                how: dict[str, Any] = {
+                    "seed": seed,
+                    "k": [],
+                    "tick": lambda finished: None,
+                    "guard": partial(lock.require, own),
+                }
                 loop = TrainingLoop(model, stage.task, own, **how)
                 if (left := loop.steps - loop.state.global_step) > 0:
                     logger.info("Stage %s: %s steps.", stage.name, f"{left:,}")
