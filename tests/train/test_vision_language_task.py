@@ -425,3 +425,24 @@ def test_a_comparison_runs_from_end_to_end_and_its_cells_are_evaluated_and_attac
         assert main(["attack", cell, *refused]) == 2
         (sentence,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("holdfast:"))
         assert "use routes" in sentence or "router inputs" in sentence
+
+
+def test_llava_has_the_parameters_that_the_paper_gives() -> None:
+    """4.2 billion before upcycling."""
+    from dataclasses import replace
+
+    from holdfast.train.building import put_router
+    from holdfast.train.start import start_model
+
+    recipe = load_recipe("llava")
+    sizes = recipe.model.config
+    sizes = {**sizes, "text_config": {**sizes["text_config"], "vocab_size": 32064}}
+    sizes = {**sizes, "vision_config": {**sizes["vision_config"], "image_size": 224}}
+    with torch.device("meta"):
+        model = start_model(replace(recipe.model, config=sizes), "vision-language", vision_feature_select_strategy="full")
+        dense = sum(parameter.numel() for parameter in model.parameters())
+        (choice,) = parse_routers("symphony")
+        assert put_router(model, recipe, choice)
+    assert {layer.part for layer in moe_layers(model)} == {"vision", "connector"}
+    assert round(dense / 1e7) == 425
+    assert round(sum(parameter.numel() for parameter in model.parameters()) / 1e7) == 506
