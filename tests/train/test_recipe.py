@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from wording import assert_refused
 
-from holdfast.hub import DENSE_FAMILIES
+from holdfast.hub.families import DENSE_FAMILIES, VISION_LANGUAGE_FAMILIES
 from holdfast.train import Recipe, load_recipe, recipes
 from holdfast.train.cells import value_at
 
@@ -16,7 +16,7 @@ from holdfast.train.cells import value_at
 def test_a_shipped_recipe_is_valid_and_says_what_it_is(name: str) -> None:
     recipe = load_recipe(name)
     assert recipe.about == recipes()[name]
-    assert recipe.model.family in DENSE_FAMILIES or recipe.model.checkpoint is not None
+    assert recipe.model.family in (*DENSE_FAMILIES, *VISION_LANGUAGE_FAMILIES) or recipe.model.checkpoint is not None
     assert recipe.sparse.k is not None and recipe.sparse.experts is not None
     assert recipe.sparse.k <= recipe.sparse.experts
 

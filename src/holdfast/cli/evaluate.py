@@ -44,7 +44,7 @@ class Evaluate(TestedModel):
         task.recipe = replace(task.recipe, metrics=list(dict.fromkeys([*task.recipe.metrics, *self.metrics])))
         with forwards(model, f"scoring {self.model}", task.inputs_to_score()):
             found = without_nan(task.score(model))
-        scores = {"clean": found["clean"], **found["clean"].get("other_tests", {})}
+        scores = {"clean": found["clean"], **found["clean"].get("other_tests", {}), **found.get("shifts", {})}
         print_scores(self.model, {**scores, "attacked": found["attacked"], **found.get("trials", {})}, task)
         print_certainty(found, task.measure)
         print_routing(found["clean"].get("routing"))
@@ -128,13 +128,14 @@ def print_scores(title: str, scores: dict[str, dict[str, Any]], task: Any) -> No
     shown = {name: key for name, key in columns.items() if any(key in score for score in scores.values())}
     # Attacks on images give the accuracy too, which their error says already; the clean row has none.
     shown = {name: key for name, key in shown.items() if key not in LABEL_METRICS or key in scores["clean"]}
+    further = [name for name in scores["clean"].get("metrics", {}) if name not in columns]
     rows = []
     for name, score in scores.items():
         figures = [score.get(key) for key in shown.values()]
-        figures += [score.get("metrics", {}).get(metric) for metric in task.recipe.metrics]
+        figures += [score.get("metrics", {}).get(metric) for metric in further]
         rows.append([name, *("" if figure is None else f"{figure:.4f}" for figure in figures)])
     note = f"{measure.long}; attacked: under {measure.attack}. {measure.better.capitalize()} is better."
-    show(Table(title, ["", *shown, *task.recipe.metrics], rows, note))
+    show(Table(title, ["", *shown, *further], rows, note))
 
 
 def print_certainty(found: dict[str, Any], measure: Any) -> None:

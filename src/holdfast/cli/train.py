@@ -92,10 +92,10 @@ class Train:
 
 def source_option(source: str, data: Path | None) -> str:
     """Return the option that `holdfast evaluate` needs to find the data; embedded data need none."""
-    from holdfast.data import corpora, image_sets, text_sets
+    from holdfast.data import corpora, image_sets, question_sets, text_sets
     from holdfast.train.task_record import EMBEDDED
 
     if source in EMBEDDED:
         return ""
-    is_named = data is not None and source in (*corpora(), *image_sets(), *text_sets())
+    is_named = data is not None and source in (*corpora(), *image_sets(), *text_sets(), *question_sets())
     return f" --data {shlex.quote(str(data))}" if is_named else f" --source {shlex.quote(source)}"

@@ -9,7 +9,12 @@ from holdfast.errors import unknown_name
 from holdfast.plugins import Registry, check_name, takes, watch
 
 # The tasks that a dataset can be for, as in recipes, and what it is then called in messages.
-TASKS = {"text": "a text", "labels": "a set of labelled texts", "images": "a set of images"}
+TASKS = {
+    "text": "a text",
+    "labels": "a set of labelled texts",
+    "images": "a set of images",
+    "vision-language": "a set of pictures with questions",
+}
 Load = Callable[[Path | None], Any]
 Function = TypeVar("Function", bound=Load)
 
@@ -46,6 +51,7 @@ def register_dataset(name: str, *, task: str, about: str) -> Callable[[Function]
                       or whole numbers, or numbers to predict if one of them is not whole
     task="images"     {"train": (pixels, labels), ...}, pixels (N,C,H,W) as bytes or as numbers between 0 and 1, labels (N,)
                       class numbers; or a `holdfast.data.ImageSet`, which also has the names of the classes
+    task="vision-language"      a `holdfast.data.QuestionSet`
 
     about   one line of help, stored with results
 

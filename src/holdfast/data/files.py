@@ -182,7 +182,7 @@ def read_table(path: Path, header: Sequence[str] | None = None, *, skip_broken: 
         return _separated_table(path, header, skip_broken)
     if not name.endswith(JSON_LINES):
         raise ValueError(f"{path} is not a table; tables are .csv, .tsv and .jsonl files (one JSON object in each line).")
-    rows = list(_json_objects(path))
+    rows = list(json_objects(path))
     return Table(str(path), list(dict.fromkeys(key for _, row in rows for key in row)), rows)
 
 
@@ -212,7 +212,7 @@ def _separated_table(path: Path, header: Sequence[str] | None, skip_broken: bool
     return Table(str(path), columns, rows)
 
 
-def _json_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def json_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the line number and the object of each line of a JSON-lines file; blank lines are skipped."""
     for number, line in enumerate(read_text(path).decode().split("\n"), 1):
         if not line.strip():

@@ -244,8 +244,11 @@ def _as_bytes_per_channel(image: "Image") -> "Image":
 def decode(path: Path, size: int, prepare: Prepare | None = None) -> "np.typing.NDArray[np.uint8]":
     """Return the scaled and cropped image, (size,size,3)."""
     image = read_image(path, str(path))
-    if prepare is not None:
-        return prepare(image)
+    return central_square(image, size) if prepare is None else prepare(image)
+
+
+def central_square(image: "Image", size: int) -> "np.typing.NDArray[np.uint8]":
+    """Return the central square of an image whose shorter side is scaled to `size`: (size,size,3)."""
     if image.size == (size, size):
         return np.array(image, dtype=np.uint8)
     scale = size / min(image.size)

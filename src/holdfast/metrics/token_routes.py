@@ -11,7 +11,7 @@ import base64
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, final
+from typing import Annotated, Any, final
 
 import torch
 from torch import Tensor
@@ -158,18 +158,26 @@ def picture(pixels: Tensor, label: str, said: str, side: int) -> Picture:
 def layer_routes(
     routing: Routing, rows: Tensor, boundary: Boundary, core: int | None, radii: Tensor | None = None
 ) -> LayerRoutes:
-    """Return the routes of some rows of a layer; `radii (T,)` are relative, of all rows."""
-    shown = _select(routing, rows)
+    """Return the routes of some rows of a layer; `radii (T,)` are relative, of all rows. A row of -1 has no experts."""
+    here = rows >= 0
+    shown = _select(routing, rows[here])
     experts, weights = slots(shown)
-    known = None if radii is None else rounded(radii.reshape(-1)[rows.to(radii.device)])
-    return LayerRoutes(experts, weights, rounded(margins(shown, boundary)), known, core)
+    known = None if radii is None else _filled(rounded(radii.reshape(-1)[rows[here].to(radii.device)]), here, None)
+    own = _filled(experts, here, []), _filled(weights, here, []), _filled(rounded(margins(shown, boundary)), here, None)
+    return LayerRoutes(*own, known, core)
+
+
+def _filled(values: Sequence[Any], here: Tensor, absent: Any) -> list[Any]:
+    """Return the values, with `absent` where a token has none."""
+    each = iter(values)
+    return [next(each) if one else absent for one in here.tolist()]
 
 
 @final
 class RouteChanges:
     """Collect what a perturbation changes in the routes of the shown tokens. Parts of a batch may be added one by one.
 
-    rows    by layer, the rows of the shown tokens in the unperturbed forward
+    rows    by layer, the rows of the shown tokens in the unperturbed forward; -1 for tokens that the layer does not have
     """
 
     def __init__(self, rows: Sequence[Tensor]) -> None:

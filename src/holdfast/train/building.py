@@ -24,7 +24,16 @@ from holdfast.hub import reroute, sparsify
 from holdfast.hub.convert import choose_in_parts, choose_layers, routers_in_parts, set_losses
 from holdfast.hub.families import DENSE_FAMILIES, VISION_LANGUAGE_FAMILIES
 from holdfast.hub.install import specs_of
-from holdfast.hub.layers import feed_forward_layers, find_submodule, is_moe, layer_infos, mixer_of, moe_family, moe_layers
+from holdfast.hub.layers import (
+    feed_forward_layers,
+    find_submodule,
+    is_moe,
+    layer_infos,
+    mixer_of,
+    moe_family,
+    moe_layers,
+    vision_language_family,
+)
 from holdfast.hub.replacements import SparseLayer
 from holdfast.hub.second_view import require_no_noise, require_views_differ
 from holdfast.hub.specs import LayerSpec
@@ -59,7 +68,7 @@ def put_router(model: Any, recipe: Recipe, choice: RouterChoice) -> bool:
         return False
     if sparse.experts is None:
         raise ValueError(f"{recipe.model.checkpoint} is a dense model: set sparse.experts to the number of experts.")
-    sizes: dict[str, Any] = {name: getattr(sparse, name) for name in ("experts", "hidden", "shared", "layers")}
+    sizes: dict[str, Any] = {name: getattr(sparse, name) for name in ("experts", "hidden", "shared", "layers", "parts")}
     how: dict[str, Any] = {"init": initial_experts(recipe), "losses": losses, "router_options": choice.options}
     sparsify(model, k=k, router=choice.router, **sizes, **how)
     _require_trainable(losses, model)
@@ -109,6 +118,9 @@ def _require_no_contradiction(sparse: SparsePart, model: Any, checkpoint: str | 
         if given is not None and values != {given}:
             has = " and ".join(sorted(map(str, values))) or "its own"
             raise ValueError(f"sparse.{name} is {given}, and {checkpoint} has {has} already; {_leave_out(name)}.")
+    parts = sorted({str(layer.part) for layer in found})
+    if sparse.parts is not None and sorted(set(sparse.parts)) != parts:
+        raise ValueError(f"sparse.parts is {sparse.parts}, and {checkpoint} has experts in {parts}; {_leave_out('parts')}.")
     if sparse.init is not None:
         raise ValueError(f"sparse.init is for dense models, and {checkpoint} has experts; {_leave_out('init')}.")
     if sparse.layers != "all" and _chosen(sparse, model) != [layer.name for layer in found]:
@@ -204,7 +216,8 @@ def preflight(task: Task, choices: Sequence[RouterChoice], *, report_size: bool 
                 require_no_noise(model)
             for router in filter(None, (layer.router for layer in moe_layers(model))):
                 for field, (name, words) in INPUTS_OF_FIELDS.items():
-                    if field in router.reads and name not in task.probe():
+                    knows_modality = field == "modality" and vision_language_family(model) is not None
+                    if field in router.reads and name not in task.probe() and not knows_modality:
                         raise ValueError(f"it reads {words}, which the inputs of this task do not have.")
                 if recipe.losses.margin:
                     require_trainable(router)

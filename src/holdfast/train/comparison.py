@@ -61,6 +61,7 @@ from holdfast.train.snapshots import (
     learns_a_graph,
     routings_of,
 )
+from holdfast.train.stages import after_stages
 from holdfast.train.start import checkpoint_identity
 from holdfast.train.summary import summarise, summarise_domains
 from holdfast.train.task import Task
@@ -290,7 +291,7 @@ class Comparison:
         if (owner := lock.holder()) is not None:
             return owner
         with _deterministic_threads():
-            task = self.task_of_cell(cell)
+            task = self._after_stages(cell)
             model = build_model(task, cell.choice.router, cell.choice.options, seed=cell.seed, k=cell.choice.k)
             require_trainable(task, cell.seed)
             with locked(self.folder, wait=True):  # until the cell is locked too: a run without locks may be replaced
@@ -305,6 +306,16 @@ class Comparison:
                 return self._train_and_store(cell, model, lock, progress) if stored is None else stored
             finally:
                 lock.release()
+
+    def _after_stages(self, cell: Cell) -> Task:
+        """Return the task of a cell, whose model starts from what the stages of the recipe have trained, if it has some."""
+        task = self.task_of_cell(cell)
+        if not task.stages():
+            return task
+        require_trainable(task, cell.seed)
+        with locked(self.folder, wait=True):
+            claim(self.folder, self.identity())
+        return after_stages(task, self.folder, cell.seed)
 
     def _train_and_store(self, cell: Cell, model: Any, lock: Lock, progress: Progress) -> Result:
         """Train a cell under its lock, store its result and return it."""

@@ -45,7 +45,7 @@ def attack_images(
     names = [kinds] if isinstance(kinds, str) else list(kinds)
     budgets = list(budget) if isinstance(budget, Sequence) else [budget]
     if not isinstance(task, ImageTask):
-        raise ValueError(f"{names[0]} attacks images, but this model reads texts: use words, typos or routes.")
+        raise ValueError(f"{names[0]} attacks images, but {task.not_images}.")
     check_images_attacks(names, budgets, options)
     if examples < 1:
         raise ValueError(f"examples is {examples}; attack at least 1 image.")

@@ -20,7 +20,7 @@ import transformers
 from torch.utils.data import DataLoader, Dataset
 
 from holdfast.files import append, require_no_links, require_no_links_inside, write_atomically
-from holdfast.hub import router_loss_scale
+from holdfast.hub import has_routers, router_loss_scale
 from holdfast.hub.install import hooks_of
 from holdfast.kernels.finite import require_finite_so_far
 from holdfast.routing import Router
@@ -81,7 +81,7 @@ class TrainingLoop:
         model.to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         model.config.use_cache = False
         self.optimizer = adamw(model, self.training)
-        self.due = self.training.snapshot_steps(self.steps)
+        self.due = self.training.snapshot_steps(self.steps) if has_routers(model) else []  # a dense model has no routing
         checkpoint = resume_point(folder, self.due, LOOP_FILES)
         self.state = TrainingState() if checkpoint is None else read_checkpoint(checkpoint, model, self.optimizer)
         robust = task.recipe.robust

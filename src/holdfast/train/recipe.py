@@ -39,6 +39,10 @@ OF_TASKS = {  # keys that are for some tasks only: the tasks, and what these are
     "data.test_bytes": (("text",), "language models"),
     "data.held_out": (("domains",), "images of several domains"),
     "data.shifts": (("images",), "images"),
+    "data.pictures": (("vision-language",), "pictures with questions"),
+    "data.tests": (("vision-language",), "pictures with questions"),
+    "sparse.parts": (("vision-language",), "pictures with questions"),
+    "stages": (("vision-language",), "pictures with questions"),
     "losses.word_noise": (("text", "labels"), "texts"),
     "training.augment": (IMAGES, "images"),
     "attack.budgets": (IMAGES, "images"),
@@ -94,6 +98,7 @@ class SparsePart:
     hidden: Positive | None = None
     shared: Positive | None = None  # shared experts, for every router of a comparison; no value: none
     layers: str | list[Count] = "all"
+    parts: list[Literal["vision", "connector", "language"]] | None = None  # of a vision-language model; no value: language
     init: Literal["copy", "random"] | None = None  # no value: "copy" if the dense model is a checkpoint, else "random"
 
     def __post_init__(self) -> None:
@@ -138,6 +143,8 @@ class DataPart:
     train_tokens: Positive | None = None  # use only the first tokens of the training text
     held_out: str | None = None  # for domains: the one that is not trained on; no value: each in turn, in a comparison
     shifts: list[str] = field(default_factory=list)  # for images: folders of shifted test sets, and "corruptions"
+    pictures: Positive | None = None  # for scenes: how many are drawn for training; no value: 8,000
+    tests: list[str] = field(default_factory=list)  # for vision-language: LAYOUT=PATH of further questions to score
 
     def __post_init__(self) -> None:
         for key, names in (("source", [self.source]), ("shifts", self.shifts)):
@@ -244,6 +251,43 @@ class TrainingPart:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StagePart:
+    """A stage before the experts; what it leaves out is as in `training`."""
+
+    steps: Positive
+    batch: Positive
+    learning_rate: Amount
+    warmup: Count = 0
+
+    def training(self, last: TrainingPart) -> TrainingPart:
+        """Return how the stage is trained; `last` is how the experts are."""
+        own: dict[str, Any] = {
+            "steps": self.steps,
+            "batch": self.batch,
+            "learning_rate": self.learning_rate,
+            "warmup": self.warmup,
+        }
+        never: dict[str, Any] = {
+            "epochs": None,
+            "accumulate": 1,
+            "validate_every": None,
+            "keep": "last",
+            "best_by": "loss",
+            "snapshots": 1,
+        }
+        return replace(last, **own, **never, interference=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagesPart:
+    """What is trained before the experts, in this order, and nothing else meanwhile (`stages`). No value: it is not."""
+
+    vision: StagePart | None = None  # the vision tower: what is in each cell of a drawn scene
+    language: StagePart | None = None  # the language model: the texts, without pictures
+    connector: StagePart | None = None  # the connector: the answers
+
+
+@dataclass(frozen=True, kw_only=True)
 class RobustPart:
     """Robust training: a step also trains on a perturbed view of its batch (`robust_step`). By default it does not.
 
@@ -345,7 +389,8 @@ class Recipe:
     sparse: SparsePart = SparsePart()
     losses: LossesPart = LossesPart()
     robust: RobustPart = RobustPart()
-    task: Literal["text", "labels", "images", "domains"] = "text"
+    stages: StagesPart = StagesPart()
+    task: Literal["text", "labels", "images", "domains", "vision-language"] = "text"
     data: DataPart = DataPart()
     attack: AttackPart = AttackPart()
     metrics: list[str] = field(default_factory=list)  # further metrics beside the main one, by name
@@ -354,15 +399,21 @@ class Recipe:
         if self.model.family is not None and self.sparse.experts is None:
             raise ValueError("sparse.experts is missing.")
         for key, (tasks, what) in OF_TASKS.items():
-            if self.task not in tasks and attrgetter(key)(self) not in (None, 0.0, [], AugmentPart()):
+            if self.task not in tasks and attrgetter(key)(self) not in (None, 0.0, [], AugmentPart(), StagesPart()):
                 raise ValueError(f"{key} is for {what} (task: {tasks[0]}), and this task is {self.task}.")
         if self.task in IMAGES and self.robust.method in TEXT_METHODS:
             raise ValueError(f"robust.method is {self.robust.method}, which is for texts, and this task is {self.task}.")
+        if self.task == "vision-language" and self.robust.method != "none":
+            raise ValueError(
+                f"robust.method is {self.robust.method}, and this task is {self.task}, which has no robust training."
+            )
         if self.training.compile and self.robust.method != "none":
             raise ValueError(
                 f"training.compile compiles a step without robust training, and robust.method is {self.robust.method}: set "
                 "one of the two to its default. A GPU replays such a step as a CUDA graph in any case."
             )
+        if self.attack.name is not None and self.task == "vision-language":
+            raise ValueError("attack.name: this task is vision-language, whose pictures are corrupted; leave it out.")
         if self.attack.name is not None:
             attack = find_attack(self.attack.name, "images" if self.task in IMAGES else "text")
             if attack.reads_model:

@@ -17,7 +17,7 @@ from holdfast.attacks import attack_load, attack_routes
 from holdfast.attacks.inputs import ascending
 from holdfast.attacks.route_search import Route
 from holdfast.hub import router_calls
-from holdfast.hub.tracing import live_routings, own_hooks, routing_modules
+from holdfast.hub.tracing import layers_of_images, live_routings, own_hooks, routing_modules
 from holdfast.routing import Context, Router, Routing
 from holdfast.train.task import AttackTable, Inputs, Task, forward, without_attack_warnings
 
@@ -142,10 +142,11 @@ def _input_calls(model: Any, inputs: Inputs) -> Iterator[Layers]:
     with torch.no_grad(), router_calls(model) as captured:
         forward(model, inputs)
     layers: Layers = []
-    for call in captured:
+    of_images = layers_of_images(model)  # their tokens are no tokens of texts, and none is padding
+    for number, call in enumerate(captured):
         how: dict[str, Any] = {"context": call.context if isinstance(call.context, Context) else None}
         mask = _padding(inputs)
-        if mask is not None:
+        if mask is not None and number not in of_images:
             how["token_mask"] = mask.view(call.tokens.shape[:-1]).to(call.tokens.device)
         layers.append((call.name, call.route, call.tokens.float(), how))
     yield layers
@@ -156,6 +157,10 @@ def _embedding_calls(model: Any, inputs: Inputs) -> Iterator[Layers]:
     """Yield for each layer the function from embeddings to its routing, with the embeddings of these inputs."""
     if "input_ids" not in inputs:
         raise ValueError("this model's inputs are images, which have no embeddings of tokens: perturb router inputs.")
+    if layers_of_images(model):
+        raise ValueError(
+            "a layer routes parts of images, which do not depend on the embeddings of tokens: perturb router inputs."
+        )
     table, given = model.get_input_embeddings(), list[Tensor]()
     embeddings = table(inputs["input_ids"].to(model.device)).detach()
     mask = _padding(inputs)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, final
 
 from holdfast.data import text_set, text_sets
+from holdfast.data.question_files import tested_set
 from holdfast.data.shifted_images import read_class_index
 from holdfast.files import write_atomically
 from holdfast.hub import load, save
@@ -28,6 +29,7 @@ from holdfast.train.start import scaling_from
 from holdfast.train.task import Task
 from holdfast.train.task_record import MODEL, PLUGINS, TASK, TaskRecord, is_trained, read_record
 from holdfast.train.text_task import TextTask
+from holdfast.train.vision_language_task import VisionLanguageTask
 
 BLOCK_LENGTH = 512  # tokens of a block, if the user gives no length and the model's longest sequence is not shorter
 
@@ -37,6 +39,7 @@ TASKS: dict[str, Callable[[Recipe, Path | None], Task]] = {
     "labels": LabelTask,
     "images": ImageTask,
     "domains": DomainTask,
+    "vision-language": VisionLanguageTask,
 }
 
 
@@ -68,6 +71,8 @@ class TrainedModel:
             return TextTask(recipe, data, known=self.record.tokenizer())
         if recipe.task == "labels":
             return self._label_task(recipe, data)
+        if recipe.task == "vision-language":
+            return self._vision_language_task(recipe, data)
         classes, scaling, tested = self.classes, scaling_from(self.record.state), None
         recipe = replace(recipe, data=replace(part, shifts=[]))  # what a record names is not read
         if recipe.task == "domains":
@@ -87,6 +92,15 @@ class TrainedModel:
         if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
             raise ValueError(f"the {TASK} of this model is damaged: it names no classes.")
         return found
+
+    def _vision_language_task(self, recipe: Recipe, data: Path | None) -> VisionLanguageTask:
+        """Return the task of a vision-language model, on its own source or on one set of questions, LAYOUT=PATH."""
+        part, tested = recipe.data, None
+        if "=" in part.source:
+            tested = tested_set(part.source, self.model.config.vision_config.image_size)
+        recipe = replace(recipe, data=replace(part, tests=[]))  # what a record names is not read
+        known, scaling = self.record.tokenizer(), scaling_from(self.record.state)
+        return VisionLanguageTask(recipe, data, known=known, scaling=scaling, tested=tested, model=self.model)
 
     def _label_task(self, recipe: Recipe, data: Path | None) -> LabelTask:
         """Return the task of a classifier of texts, on its own source or on all rows of another one."""

@@ -36,6 +36,7 @@ HEADS = {  # Auto classes of transformers
     "text": "AutoModelForCausalLM",
     "labels": "AutoModelForSequenceClassification",
     "images": "AutoModelForImageClassification",
+    "vision-language": "AutoModelForImageTextToText",
 }
 CONVERTED = ("attn_implementation", "layer_types", "rope_theta")  # entries that transformers reads, and not every config has
 OF_DATA = ("vocab_size", "image_size", "num_channels")  # entries that a checkpoint has, and that the data must fit
@@ -46,7 +47,8 @@ logger = logging.getLogger("holdfast")
 def start_model(part: ModelPart, head: str, **entries: Any) -> Any:
     """Return the model of a recipe, before routers are put into it: new and dense, or from its checkpoint.
 
-    head        "text" (predicts the next token), "labels" (classifies texts) or "images" (classifies images)
+    head        "text" (predicts the next token), "labels" (classifies texts), "images" (classifies images) or
+                "vision-language" (predicts the next token, and sees pictures)
     entries     entries of the config that follow from the data. A new model gets all of them. A checkpoint gets those of its
                 head (id2label, problem_type, pad_token_id); vocab_size, image_size and num_channels must fit it
 
@@ -133,7 +135,7 @@ def _from_checkpoint(part: ModelPart, head: str, entries: Mapping[str, Any]) -> 
             raise ValueError(f"{part.checkpoint} reads images with {own} {words}, and the data have {given}{hint}.")
     if head == "text" and getattr(model.config, "is_decoder", True) is False:
         raise ValueError(f"{part.checkpoint} reads texts in both directions, and cannot learn to predict the next token.")
-    if head == "text" and (weights["new"] or weights["unused"]):
+    if head in ("text", "vision-language") and (weights["new"] or weights["unused"]):
         wrong = [*weights["new"], *weights["unused"]][0]
         raise ValueError(f"model.checkpoint: {part.checkpoint} does not fit its config: {wrong} is missing or not used.")
     if weights["new"]:

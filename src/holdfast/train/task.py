@@ -1,6 +1,6 @@
-"""What a model learns and how it is evaluated: one interface for texts, labelled texts and images.
+"""What a model learns and how it is evaluated: one interface for texts, labelled texts, images, and pictures with questions.
 
-`text_task`, `label_task`, `image_task` and `domain_task` implement it.
+`text_task`, `label_task`, `image_task` and `vision_language_task` implement it.
 
 An attack of `holdfast attack` returns an `AttackTable`. Attacks on routers work for every task (`route_attacks`); the others
 are defined with their tasks.
@@ -10,7 +10,7 @@ import copy
 import hashlib
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from holdfast.attacks import AttackWarning
-from holdfast.data import Corpus, ExampleOrder, ImageSet, PixelScaling, TextSet
+from holdfast.data import Corpus, ExampleOrder, ImageSet, PixelScaling, QuestionSet, TextSet
 from holdfast.hub import has_routers, trace
 from holdfast.hub.tracing import require_known_tokens
 from holdfast.metrics import RoutingReport, boundary_of, describe_metrics
@@ -128,13 +128,25 @@ class NoisyExample:
     batch: int
 
 
+@final
+@dataclass(frozen=True)
+class Stage:
+    """What is trained before routers are put into the model (`stages`)."""
+
+    name: str
+    task: "Task"  # whose examples and steps are those of the stage
+    prepare: Callable[[Any], AbstractContextManager[None]]  # inside it, the model learns what the stage is for
+
+
 class Task(ABC):
     """The data of a recipe for training and testing, and how a trained model is evaluated on them (abstract)."""
 
     recipe: Recipe
-    source: Corpus | TextSet | ImageSet  # the data of the task, in splits
+    source: Corpus | TextSet | ImageSet | QuestionSet  # the data of the task, in splits
     scaling: PixelScaling | None = None  # how the model reads pixels; None: it reads texts
     noise_unit: ClassVar[str] = ""  # of the numbers that noise is added to, in a sentence
+    # Why attacks on the pixels of images are refused, if they are.
+    not_images: ClassVar[str] = "this model reads texts: use words, typos or routes"
     faster: ClassVar[str] = "To make it shorter, set training.steps or training.batch to less, or use a smaller model."
 
     @property
@@ -179,6 +191,18 @@ class Task(ABC):
         One run needs a value for each of them, such as the domain that is held out.
         """
         return {}
+
+    def stages(self) -> Sequence[Stage]:
+        """Return what is trained before routers are put into the model, in order; for most tasks nothing."""
+        return ()
+
+    def starting_from(self, weights: Mapping[str, Tensor]) -> Self:
+        """Return the task whose initial model has these weights, which its stages have trained."""
+        other = copy.copy(self)
+        other.start = weights
+        return other
+
+    start: Mapping[str, Tensor] | None = None  # weights of the initial model; None: as the recipe says
 
     @abstractmethod
     def examples(self, seed: int) -> Examples:

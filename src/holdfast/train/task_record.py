@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any, final
 
 from holdfast.checked import from_mapping
-from holdfast.data import Tokenizer, corpora, image_sets, text_sets, tokenizer_from
+from holdfast.data import Tokenizer, corpora, image_sets, question_sets, text_sets, tokenizer_from
 from holdfast.files import LARGE, is_inside, read_json, recover_folder
 from holdfast.plugins import is_from_file, require_plugins
 from holdfast.train.recipe import Recipe
 
 MODEL, TASK, PLUGINS = "model", "task.json", "plugins"
 # Holdfast finds these itself; a folder cannot redirect them.
-EMBEDDED = ("python-docs", "python-topics", "digits", "fashion-mnist")
+EMBEDDED = ("python-docs", "python-topics", "digits", "fashion-mnist", "scenes")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -45,10 +45,10 @@ class TaskRecord:
         if (
             source in EMBEDDED
             or is_from_file("datasets", source)
-            or (data is not None and source in (*corpora(), *image_sets(), *text_sets()))
+            or (data is not None and source in (*corpora(), *image_sets(), *text_sets(), *question_sets()))
         ):
             return source
-        if source in (*image_sets(), *text_sets()):
+        if source in (*image_sets(), *text_sets(), *question_sets()):
             raise ValueError(f"{self.home} was trained on {source}: add --data FOLDER to say where its files are.")
         if source in corpora():
             raise ValueError(

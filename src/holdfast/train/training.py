@@ -31,6 +31,7 @@ from holdfast.train.recipe import Recipe, RouterChoice
 from holdfast.train.run_folder import claim, prepare, require_own
 from holdfast.train.saved_model import make_task, save_trained
 from holdfast.train.snapshots import experts_per_token
+from holdfast.train.stages import after_stages
 from holdfast.train.start import checkpoint_identity
 from holdfast.train.task import Inputs, Task, evaluating, forward
 from holdfast.train.task_record import MODEL, TASK
@@ -63,12 +64,22 @@ class SingleRun:
         router = {"router": self.choice.describe(), "seed": self.seed}
         return {"holdfast": VERSION, **router, **same, **({"plugins": plugins} if plugins else {})}
 
+    def _after_stages(self) -> Task:
+        """Return the task whose model starts from what the stages of the recipe have trained, if it has some."""
+        if not self.task.stages():
+            return self.task
+        require_trainable(self.task, self.seed)
+        with locked(self.folder, wait=False):
+            claim(self.folder, self.identity())
+        return after_stages(self.task, self.folder, self.seed)
+
     def run(self, tick: Tick | None = None, report_to: tuple[str, ...] = ()) -> Log:
         """Train the model, save it in the folder and return the log."""
         if is_first_rank():
             require_unlocked(self.folder)
         preflight(self.task, [self.choice])
-        model = build_model(self.task, self.choice.router, self.choice.options, seed=self.seed, k=self.choice.k)
+        task = self._after_stages()
+        model = build_model(task, self.choice.router, self.choice.options, seed=self.seed, k=self.choice.k)
         require_trainable(self.task, self.seed)
         place = self.folder / "training"
         options: dict[str, Any] = {"seed": self.seed, "k": experts_per_token(model), "report_to": report_to}
@@ -99,7 +110,7 @@ def require_trainable(task: Task, seed: int) -> None:
         task.validation()
     if training.label_smoothing and task.examples(seed).__getitems__([0])["labels"].is_floating_point():
         raise ValueError("label smoothing is for classes, and these labels are numbers: set training.label_smoothing to 0.")
-    if training.best_by == "figure" and task.recipe.task == "text":
+    if training.best_by == "figure" and task.recipe.task in ("text", "vision-language"):
         raise ValueError("the figure of this task follows from its loss; leave training.best_by out.")
 
 

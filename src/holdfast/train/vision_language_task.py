@@ -1,0 +1,477 @@
+"""Pictures with questions: dialogues to learn, and questions to answer, clean and with corrupted pictures.
+
+The metric is the error in percent of the answers by likelihood (`question_scoring`): 100 (1 - right / questions). Beside it
+stand three others, of which the first two say what the error would be without seeing:
+
+    answer prior        the error of the most frequent answer of each kind of question (`data.questions`)
+    without pictures    the error of the same model where every picture is uniformly grey, the middle of the pixel range
+    by generation       the error of greedy answers
+
+A test that differs on purpose from the training data, such as the held-out combinations of `scenes`, and every set of
+questions of `data.tests` after the first, is a shifted test. The attack of a comparison is the common corruptions.
+
+**Stages** (`stages`, section `stages` of a recipe) make the dense model of a recipe that starts from nothing:
+
+    vision      the vision tower and two linear heads learn which shape and which colour is in each patch of a drawn scene:
+                the sum of the two cross entropies. The heads are thrown away
+    language    the language model learns the next token of the dialogues, without their pictures
+    connector   the connector learns the answers; the tower and the language model are frozen
+
+Then the model is upcycled, and all of it learns the answers.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, replace
+from functools import cached_property, partial
+from pathlib import Path
+from statistics import fmean
+from types import MethodType
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import Dataset
+
+from holdfast.attacks import CORRUPTIONS
+from holdfast.data import Document, ExampleOrder, Order, PixelScaling, QuestionSet, Tokenizer, question_set
+from holdfast.data.documents import Corpus
+from holdfast.data.encoded_questions import IGNORED, QuestionEncoder, Row
+from holdfast.data.images import Images
+from holdfast.data.question_files import read_tests
+from holdfast.data.questions import PICTURE, cell_targets, prior_error
+from holdfast.data.tokenizers import HubTokenizer, token_texts, tokenizer
+from holdfast.errors import unknown_name
+from holdfast.hub.tracing import layers_of_images, require_positions
+from holdfast.metrics.token_routes import Example, View, tokens_to_show
+from holdfast.train.image_attacks import ATTACK_SEED, FROST, Corrupted, error_of, per_image
+from holdfast.train.image_task import evenly_spaced
+from holdfast.train.question_scoring import (
+    Asked,
+    Pictures,
+    encode,
+    generate,
+    log_likelihoods,
+    with_pictures,
+    wrong_by_generation,
+    wrong_by_likelihood,
+)
+from holdfast.train.recipe import Recipe, StagePart
+from holdfast.train.snapshots import record_routes, shown_routes
+from holdfast.train.start import padding_token, start_model, start_scaling, start_tokenizer
+from holdfast.train.task import AttackTable, Examples, HeldOut, Inputs, Measure, Stage, Task, evaluating
+
+HEAD = "vision-language"
+CONVERTED = ("rope_theta", "vision_use_head")  # entries that transformers reads, and not every config has
+PARTS = {"vision": "vision_tower", "connector": "multi_modal_projector", "language": "language_model"}  # modules of LLaVA
+VALIDATION = 512  # dialogues at most
+PROBE, VIEW, AUDIT, AUDIT_BATCH = 16, 4, 64, 16  # questions
+PRIOR, BLIND, GENERATED = "error of the answer prior, %", "error without pictures, %", "error by generation, %"
+ABOUT = {
+    PRIOR: "error of the most frequent answer of each kind of question",
+    BLIND: "error of the same model where every picture is grey",
+    GENERATED: "error of greedy answers",
+}
+
+
+@final
+class VisionLanguageTask(Task):
+    """The pictures and questions of a recipe.
+
+    folder    where named sources are searched for
+    known     an existing tokeniser to use instead of making one
+    scaling   how the model reads pixels; by default that of the recipe's checkpoint
+    tested    questions that a trained model is scored on, in place of the recipe's source and tests
+    model     the trained model that is scored; None: the recipe's is trained
+    """
+
+    scaling: PixelScaling
+    not_images = "this model answers questions; `holdfast evaluate` corrupts its pictures: use routes"
+    faster = "To make it shorter, set training.steps, training.batch or data.length to less, or use a smaller model."
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        folder: Path | None = None,
+        *,
+        known: Tokenizer | None = None,
+        scaling: PixelScaling | None = None,
+        tested: QuestionSet | None = None,
+        model: Any = None,
+    ) -> None:
+        self.recipe = recipe
+        if recipe.metrics:
+            raise ValueError(f"metrics: {', '.join(recipe.metrics)} is of classes or tokens, and this task has questions.")
+        found = tested or question_set(recipe.data.source, folder=folder, size=recipe.data.size, count=recipe.data.pictures)
+        if tested is None and recipe.data.tests:
+            size = found.dialogues("train").pictures.shape[-1]
+            found = found.with_tests(read_tests(recipe.data.tests, size))
+        self.source = self.question_set = _checked(found)
+        self.scaling = start_scaling(recipe.model) if scaling is None else scaling
+        self.tokenizer: Tokenizer = known or self._tokenizer()
+        self._trained = model
+        self.stage: str | None = None  # the stage that `examples` are for; None: the experts
+        self._corrupted: Corrupted | None = None  # the same for all models
+
+    def _tokenizer(self) -> Tokenizer:
+        """Return the tokeniser of the recipe's checkpoint, or a new one from the training dialogues."""
+        part = self.recipe.data
+        own = start_tokenizer(self.recipe.model, part.tokens)
+        if own is not None:
+            return own
+        said = (
+            f"USER: {text.replace(PICTURE, '')} ASSISTANT: {answer}\n"
+            for one in self.question_set.dialogues("train").dialogues
+            for text, answer in one.turns
+        )
+        # Options are shown with letters: all letters and options are words of some training question.
+        corpus = Corpus("dialogues", "", {"train": [Document("dialogues", "".join(said).encode("utf-8", "replace"))]})
+        return tokenizer(corpus, part.tokens or "words", size=part.vocabulary)
+
+    @property
+    def pictures(self) -> Images:
+        """The pictures of the main test, which have the size of all others."""
+        return self.question_set.tests["test"].pictures
+
+    @cached_property
+    def encoder(self) -> QuestionEncoder:
+        with torch.device("meta"):
+            model = self._trained or self._new_model()
+        pad, end = padding_token(self.tokenizer), self.tokenizer.end
+        picture = int(model.config.image_token_id)
+        return QuestionEncoder(self.tokenizer, pad if end is None else end, picture, patch_tokens(model), pad)
+
+    def _new_model(self) -> Any:
+        part, size = self.recipe.model, self.pictures.shape[-1]
+        if part.checkpoint is not None:
+            model = start_model(part, HEAD, vocab_size=len(self.tokenizer))
+            if getattr(model.config, "model_type", None) != "llava":
+                raise ValueError(f"{part.checkpoint} is a {model.config.model_type} model; this task trains llava models.")
+        else:
+            # One more token than the tokeniser has: that of pictures.
+            given = {"text_config": {"vocab_size": len(self.tokenizer) + 1}, "vision_config": {"image_size": size}}
+            part = replace(part, config=_merged(_required(part.config), given))
+            if part.family != "llava":
+                raise ValueError(f"model.family is {part.family}; the task vision-language trains llava models.")
+            is_clip = part.config["vision_config"].get("model_type", "").startswith("clip")
+            usual = {"vision_feature_select_strategy": "default" if is_clip else "full"}
+            model = start_model(part, HEAD, image_token_index=len(self.tokenizer), **usual)
+        own = model.config.vision_config.image_size
+        if own != size:
+            raise ValueError(
+                f"the model reads pictures of {own} pixels per side, and these have {size}; set data.size to {own}."
+            )
+        return model
+
+    def initial_model(self) -> Any:
+        model = self._new_model()
+        require_positions(model, self.width)
+        if self.start is not None and torch.get_default_device().type != "meta":
+            model.load_state_dict(self.start)
+        return model
+
+    @property
+    def measure(self) -> Measure:
+        severities = ", ".join(map(str, self.recipe.attack.severities))
+        plural = "ies" if len(self.recipe.attack.severities) > 1 else "y"
+        long = "share of test questions that are answered wrongly, by likelihood, in percent"
+        return Measure("error, %", long, f"common corruptions of the pictures, severit{plural} {severities}")
+
+    @property
+    def other_metrics(self) -> list[dict[str, str]]:
+        return [{"name": name, "about": about, "better": "lower"} for name, about in ABOUT.items()]
+
+    def describe(self) -> dict[str, Any]:
+        part, count = self.recipe.attack, len(self.question_set.tests["test"].questions)
+        how = {"attack": "corruptions", "severities": part.severities, "seed": ATTACK_SEED}
+        return {"data": self.question_set.describe(), "attack": {**how, "examples": min(count, self._corrupted_count)}}
+
+    @property
+    def _corrupted_count(self) -> int:
+        return self.recipe.attack.corrupted_examples or self.recipe.attack.examples
+
+    def state(self) -> dict[str, Any]:
+        scaling = {} if self.scaling == PixelScaling() else {"scaling": asdict(self.scaling)}
+        return {"tokenizer": self.tokenizer.describe(), "checksum": self.question_set.checksum, **scaling}
+
+    def preprocessor(self) -> Any:
+        return self.tokenizer.tokenizer if isinstance(self.tokenizer, HubTokenizer) else None
+
+    # Training
+
+    @cached_property
+    def training(self) -> list[tuple[Row, list[bool]]]:
+        """The tokens of the training dialogues, and which of them are learned."""
+        return self._encoded("train")
+
+    def _encoded(self, split: str) -> list[tuple[Row, list[bool]]]:
+        dialogues, length = self.question_set.dialogues(split).dialogues, self.recipe.data.length
+        found = [self.encoder.dialogue(one, length) for one in dialogues]
+        if not any(any(learned) for _, learned in found):
+            raise ValueError(
+                f"data.length is {length}, and no dialogue has an answer within so many tokens; set it to more."
+            )
+        return found
+
+    @cached_property
+    def width(self) -> int:
+        """The number of tokens of training batches, with those of a picture: one for all, so that a step can be captured."""
+        return max(self.encoder.width(row) for row, _ in self.training) if self.question_set.splits else self.encoder.patches
+
+    def token_counts(self) -> Tensor:
+        encoder = self.encoder
+        tokens = torch.tensor([token for row, _ in self.training for token in row])
+        counts = torch.bincount(tokens, minlength=max(len(self.tokenizer), encoder.picture) + 1)
+        counts[encoder.picture] *= encoder.patches
+        return counts
+
+    def stages(self) -> list[Stage]:
+        parts: dict[str, StagePart | None] = {
+            name: getattr(self.recipe.stages, name) for name in ("vision", "language", "connector")
+        }
+        return [self._stage(name, part) for name, part in parts.items() if part is not None]
+
+    def _stage(self, name: str, part: StagePart) -> Stage:
+        task = self.with_recipe(replace(self.recipe, training=part.training(self.recipe.training)))
+        task.stage = name
+        prepare: Callable[[Any], AbstractContextManager[None]] = partial(only_part, part=name)
+        if name == "vision":
+            if self.question_set.dialogues("train").cells is None:
+                raise ValueError(
+                    f"stages.vision learns what is in each cell of scenes, which {self.question_set.name} does not say: "
+                    "use data.source=scenes, or a checkpoint without this stage."
+                )
+            prepare = seeing_cells
+        return Stage(name, task, prepare)
+
+    def examples(self, seed: int) -> Examples:
+        part, training = self.question_set.dialogues("train"), self.recipe.training
+        count = len(part.dialogues)
+        order = Order(count, training.batch * training.accumulate, seed)
+        fetch = {None: self._answers, "connector": self._answers, "language": self._texts, "vision": self._cells}[self.stage]
+        return Examples(order, fetch, training.step_count(count))
+
+    def _answers(self, order: ExampleOrder, places: Sequence[int]) -> Inputs:
+        return self._inputs("train", self.training, order.at(places), self.width)
+
+    def _inputs(
+        self, split: str, encoded: Sequence[tuple[Row, list[bool]]], numbers: Tensor, width: int | None = None
+    ) -> Inputs:
+        some = numbers.tolist()
+        part, rows = self.question_set.dialogues(split), [encoded[number] for number in some]
+        inputs = self.encoder.batch([row for row, _ in rows], width, [learned for _, learned in rows])
+        return with_pictures(inputs, [part.dialogues[number].picture for number in some], self._read(part.pictures))
+
+    def _texts(self, order: ExampleOrder, places: Sequence[int]) -> Inputs:
+        """Return training dialogues without their pictures; every token is learned."""
+        rows = [self.training[number][0] for number in order.at(places).tolist()]
+        rows = [[token for token in row if token != self.encoder.picture] for row in rows]
+        inputs = self.encoder.batch(rows, self.width - self.encoder.patches)
+        labels = torch.where(inputs["attention_mask"].bool(), inputs["input_ids"], IGNORED)
+        return {**inputs, "labels": labels}
+
+    def _cells(self, order: ExampleOrder, places: Sequence[int]) -> Inputs:
+        """Return training pictures with what is in each patch."""
+        part = self.question_set.dialogues("train")
+        assert part.cells is not None
+        numbers = [part.dialogues[number].picture for number in order.at(places).tolist()]
+        side = round(self.encoder.patches**0.5)
+        return {"pixel_values": self._read(part.pictures)(numbers), "labels": cell_targets(part.cells[numbers], side)}
+
+    def _read(self, pictures: Images) -> Pictures:
+        return lambda numbers: self.scaling(pictures.pixels(list(numbers)))
+
+    def validation(self) -> Dataset[Inputs]:
+        encoded = self._encoded("valid")
+        return HeldOut(evenly_spaced(len(encoded), VALIDATION), partial(self._inputs, "valid", encoded))
+
+    # Scores
+
+    @cached_property
+    def asked(self) -> dict[str, list[Asked]]:
+        """The questions of every test as token ids."""
+        return {name: encode(test.questions, self.encoder) for name, test in self.question_set.tests.items()}
+
+    def score(self, model: Any) -> dict[str, Any]:
+        test, asked, encoder = self.question_set.tests["test"], self.asked["test"], self.encoder
+        pictures = self._read(test.pictures)
+        with evaluating(model) as measured:
+            wrong = wrong_by_likelihood(log_likelihoods(model, asked, pictures, encoder), asked)
+        with evaluating(model, routing=False):
+            blind = wrong_by_likelihood(log_likelihoods(model, asked, self._grey, encoder), asked)
+            generated = wrong_by_generation(generate(model, asked, pictures, encoder), asked, encoder)
+            shifts = {name: self._score_of(model, name) for name in self.question_set.tests if name != "test"}
+        with evaluating(model) as under_corruption:
+            trial = self._corruptions(model)
+        kinds = {
+            kind: error_of(wrong[[one.kind == kind for one in test.questions]])
+            for kind in dict.fromkeys(one.kind for one in test.questions)
+        }
+        metrics = {PRIOR: prior_error(test.questions), BLIND: error_of(blind), GENERATED: error_of(generated)}
+        clean = {"figure": error_of(wrong), "examples": len(asked), "per_example": per_image(wrong), "kinds": kinds}
+        found = {"clean": {**clean, "metrics": metrics, "without_pictures": per_image(blind), **measured}}
+        attacked = {**trial, **under_corruption}
+        return {**found, "attacked": attacked, "trials": {"corruptions": trial}, **({"shifts": shifts} if shifts else {})}
+
+    def _grey(self, numbers: Sequence[int]) -> Tensor:
+        """Return grey pictures, the middle of the range of pixels."""
+        return self.scaling(torch.full((len(numbers), *self.pictures.shape), 0.5))
+
+    def _score_of(self, model: Any, name: str) -> dict[str, Any]:
+        test, asked = self.question_set.tests[name], self.asked[name]
+        scores = log_likelihoods(model, asked, self._read(test.pictures), self.encoder)
+        wrong = wrong_by_likelihood(scores, asked)
+        found = {"figure": error_of(wrong), "measure": "error, %", "better": "lower", "examples": len(asked)}
+        return {**found, "prior": prior_error(test.questions), "per_example": per_image(wrong)}
+
+    def _corruptions(self, model: Any) -> dict[str, Any]:
+        """Return the mean error over corruptions and severities, and the error by corruption."""
+        test, encoder = self.question_set.tests["test"], self.encoder
+        seeing = [number for number, one in enumerate(self.asked["test"]) if one.picture is not None]
+        asked = [self.asked["test"][seeing[place]] for place in evenly_spaced(len(seeing), self._corrupted_count)]
+        if self._corrupted is None:
+            self._corrupted = Corrupted(test.pictures.pixels([one.picture for one in asked if one.picture is not None]))
+        places = [replace(one, picture=place) for place, one in enumerate(asked)]  # among the corrupted pictures
+        corrupted = self._corrupted
+
+        def wrong(pixels: Tensor) -> Tensor:
+            scores = log_likelihoods(model, places, lambda numbers: self.scaling(pixels[list(numbers)]), encoder)
+            return wrong_by_likelihood(scores, places)
+
+        severities = sorted(set(self.recipe.attack.severities))
+        found = {(name, one): wrong(corrupted.images(name, one)) for name in CORRUPTIONS for one in severities}
+        each = {name: fmean(error_of(found[name, one]) for one in severities) for name in CORRUPTIONS}
+        every = torch.stack([one.double() for one in found.values()]).mean(0)
+        clean = error_of(wrong(corrupted.pixels))
+        counted = {"figure": fmean(each.values()), "clean": clean, "examples": len(asked), "severities": severities}
+        return {**counted, "each": each, "note": FROST, "per_example": per_image(every)}
+
+    # Instruments
+
+    def probe(self) -> Inputs:
+        return self._few(PROBE)
+
+    def _seeing(self, count: int) -> list[Asked]:
+        """Return some test questions that have a picture, evenly spaced."""
+        seeing = [one for one in self.asked["test"] if one.picture is not None]
+        return [seeing[place] for place in evenly_spaced(len(seeing), count)]
+
+    def _few(self, count: int) -> Inputs:
+        some = self._seeing(count)
+        pictures = self._read(self.question_set.tests["test"].pictures)
+        return with_pictures(self.encoder.batch([one.row for one in some]), [one.picture for one in some], pictures)
+
+    def audit_inputs(self, tokens: int) -> Iterator[Inputs]:
+        every = self._few(AUDIT)
+        for start in range(0, len(every["input_ids"]), AUDIT_BATCH):
+            yield {name: tensor[start : start + AUDIT_BATCH] for name, tensor in every.items()}
+
+    def view(self, model: Any) -> View:
+        """Return a few questions with the routes of their tokens; a patch is ▦. Layers of the tower route patches only."""
+        inputs, of_images = self._few(VIEW), layers_of_images(model)
+        recorded = record_routes(model, inputs)
+        ids, width, count = inputs["input_ids"].flatten(), inputs["input_ids"].shape[1], len(inputs["input_ids"])
+        rows = inputs["attention_mask"].flatten().nonzero().flatten()[: tokens_to_show(len(recorded.routings))]
+        is_patch = ids == self.encoder.picture
+        patch = torch.where(is_patch, is_patch.cumsum(0) - 1, -1)  # its number among the patches of all pictures
+        found = []
+        for layer, routing in enumerate(recorded.routings):
+            before = len(routing.experts) // count - self.encoder.patches  # tokens before the patches, such as CLIP's first
+            shift = (1 + patch // self.encoder.patches) * before
+            found.append(torch.where(patch < 0, -1, patch + shift)[rows] if layer in of_images else rows)
+        examples = []
+        for number in (rows // width).unique().tolist():
+            own = ids[rows[rows // width == number]]
+            texts = iter(token_texts(self.tokenizer.decode, own[own != self.encoder.picture].tolist()))
+            examples.append(Example(["▦" if token == self.encoder.picture else next(texts) for token in own.tolist()]))
+        return View(examples, shown_routes(model, inputs, recorded, found))
+
+    def size_line(self, model: Any) -> str | None:
+        return f"{self.width} tokens per dialogue, {self.encoder.patches} of them of its picture"
+
+    def attack_words(self, model: Any, kind: str, **_: Any) -> AttackTable:
+        raise ValueError(
+            f"{kind} attacks texts that a model learns, and this model answers questions about pictures: use routes."
+        )
+
+
+def _checked(found: QuestionSet) -> QuestionSet:
+    """Return a set of questions; raise ValueError unless every question of its tests can be scored."""
+    if "test" not in found.tests:
+        raise ValueError(
+            f"{found.name} has dialogues and no questions to score: add data.tests=[LAYOUT=PATH], such as pope=pope.json."
+        )
+    for name, test in found.tests.items():
+        for number, one in enumerate(test.questions):
+            if one.answer not in one.options:
+                raise ValueError(f"{found.name}, {name}: question {number} has an answer that is not one of its options.")
+    return found
+
+
+def _required(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a new model, checked: transformers would keep an unknown entry, and ignore it."""
+    import transformers
+
+    for name in ("vision_config", "text_config"):
+        inner = config.get(name)
+        if not isinstance(inner, dict) or inner.get("model_type") not in transformers.CONFIG_MAPPING:
+            raise ValueError(
+                f"model.config.{name}.model_type is missing or unknown; name a family, such as siglip_vision_model or llama."
+            )
+        usual = transformers.AutoConfig.for_model(inner["model_type"])
+        for key in inner:
+            if not hasattr(usual, key) and key not in CONVERTED:
+                raise ValueError(f"model.config.{name}.{key}: {unknown_name('entry', key, usual.to_dict())}")
+    return dict(config)
+
+
+def _merged(config: Mapping[str, Any], given: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    return {**config, **{name: {**entries, **config[name]} for name, entries in given.items()}}
+
+
+def patch_tokens(model: Any) -> int:
+    """Return how many tokens a LLaVA model has for a picture."""
+    tower = model.model.vision_tower
+    positions = next(module.num_positions for module in tower.modules() if hasattr(module, "num_positions"))
+    return int(positions) - (model.config.vision_feature_select_strategy == "default")
+
+
+@contextmanager
+def only_part(model: Any, part: str) -> Iterator[None]:
+    """Inside the `with`, only one part of a LLaVA model is trained; the head belongs to the language model."""
+    before = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        own = next((key for key, place in PARTS.items() if f"{place}." in name), "language")
+        parameter.requires_grad_(own == part)
+    yield
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(before[name])
+
+
+@contextmanager
+def seeing_cells(model: Any) -> Iterator[None]:
+    """Inside the `with`, the forward of a LLaVA model returns the loss of telling what is in each patch of a picture."""
+    from holdfast.data.scenes import COLOURS, SHAPES
+
+    width, kinds = model.config.vision_config.hidden_size, (1 + len(SHAPES), 1 + len(COLOURS))
+    plain, accepts = model.forward, getattr(model, "accepts_loss_kwargs", None)
+    with only_part(model, "vision"):
+        model.scene_heads = nn.Linear(width, sum(kinds)).to(model.device)
+
+        def forward(self: Any, pixel_values: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            states = self.model.vision_tower(pixel_values, output_hidden_states=True).hidden_states
+            patches = states[self.config.vision_feature_layer]
+            if self.config.vision_feature_select_strategy == "default":
+                patches = patches[:, 1:]
+            shapes, colours = self.scene_heads(patches).float().split(kinds, -1)
+            terms = (cross_entropy(one.flatten(0, 1), labels[..., at].flatten()) for at, one in enumerate((shapes, colours)))
+            return {"loss": sum(terms)}  # type: ignore[dict-item]
+
+        model.forward, model.accepts_loss_kwargs = MethodType(forward, model), False
+        yield
+        model.forward, model.accepts_loss_kwargs = plain, accepts
+        del model.scene_heads
+    if accepts is None:
+        del model.accepts_loss_kwargs
+    del model.forward

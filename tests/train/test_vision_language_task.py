@@ -1,0 +1,448 @@
+"""Vision-language models: their inputs, their stages, their scores beside naive loops, and runs from end to end."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from interrupting import Interrupted
+from PIL import Image
+from torch.nn.functional import cross_entropy
+from wording import assert_refused
+
+from holdfast.data import Bytes, Question, Vocabulary
+from holdfast.data.encoded_questions import QuestionEncoder
+from holdfast.data.questions import Dialogue, cell_targets, prior_error
+from holdfast.hub import trace
+from holdfast.hub.layers import moe_layers
+from holdfast.train import Recipe, build_model, load_recipe, make_task, parse_routers
+from holdfast.train.building import preflight
+from holdfast.train.question_scoring import chosen_option, generate, log_likelihoods, wrong_by_likelihood
+from holdfast.train.stages import after_stages
+from holdfast.train.vision_language_task import BLIND, GENERATED, PRIOR, VisionLanguageTask, seeing_cells
+
+NARROW = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+SMALL: dict[str, Any] = {
+    **{f"model.config.{part}.{key}": value for part in ("vision_config", "text_config") for key, value in NARROW.items()},
+    "model.config.text_config.num_key_value_heads": 2,
+    "data.pictures": 60,
+    "stages.vision.steps": 4,
+    "stages.language.steps": 4,
+    "stages.connector.steps": 4,
+    "stages.vision.warmup": 0,
+    "stages.language.warmup": 0,
+    "stages.connector.warmup": 0,
+    "training.steps": 6,
+    "training.batch": 8,
+    "training.warmup": 0,
+    "attack.examples": 12,
+}
+PARTS = ["vision", "connector", "language"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_test_questions() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("holdfast.data.scenes.TEST", 204)
+        patch.setattr("holdfast.data.scenes.VALIDATION", 24)
+        yield
+
+
+def small(**changes: Any) -> Recipe:
+    return load_recipe("llava-tiny", {**SMALL, **{key.replace("__", "."): value for key, value in changes.items()}})
+
+
+@pytest.fixture(scope="module")
+def task(few_test_questions: None) -> VisionLanguageTask:
+    found = make_task(small())
+    assert isinstance(found, VisionLanguageTask)
+    return found
+
+
+@pytest.fixture(scope="module")
+def model(task: VisionLanguageTask) -> Any:
+    """A model of which every part is sparse, with weights that are large enough for answers to differ."""
+    sparse = task.with_recipe(small(sparse__parts=PARTS))
+    found = build_model(sparse, "smoe", {}, seed=0).eval()
+    with torch.no_grad():
+        for parameter in found.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.2)
+    return found
+
+
+def written_out(task: VisionLanguageTask, question: Question, number: int) -> list[int]:
+    """Return the token ids of a question, from its words alone."""
+    from holdfast.data.questions import put
+
+    words = put(question, number).text.removeprefix("<image>\n")
+    ids = task.tokenizer.ids
+    return [*ids("USER:"), *[len(task.tokenizer)] * 16, *ids(words), *ids("ASSISTANT:")]
+
+
+def log_likelihood(model: Any, ids: list[int], pixels: torch.Tensor, option: list[int]) -> float:
+    """Return the log-likelihood of an option, token by token, each with a forward of its own."""
+    total = 0.0
+    for token in option:
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([ids]), pixel_values=pixels, use_cache=False).logits
+        total += float(logits[0, -1].double().log_softmax(-1)[token])
+        ids = [*ids, token]
+    return total
+
+
+@pytest.mark.slow
+def test_scores_equal_a_loop_of_our_own_on_200_questions(task: VisionLanguageTask, model: Any) -> None:
+    test, asked = task.question_set.tests["test"], task.asked["test"][:200]
+    assert len({one.kind for one in test.questions[:200]}) == 6
+    found = log_likelihoods(model, asked, task._read(test.pictures), task.encoder)
+    wrong = 0
+    for number, question in enumerate(test.questions[:200]):
+        ids = written_out(task, question, number)
+        pixels = 2 * test.pictures.pixels([number]) - 1
+        shown = list("ABCD") if question.lettered else list(question.options)
+        naive = [log_likelihood(model, ids, pixels, task.tokenizer.ids(option)) for option in shown]
+        assert found[number].tolist() == pytest.approx(naive, abs=1e-4)
+        wrong += naive.index(max(naive)) != asked[number].right
+    assert int(wrong_by_likelihood(found, asked).sum()) == wrong
+    assert 0 < wrong < 200
+
+
+def test_generated_answers_are_those_of_transformers(task: VisionLanguageTask, model: Any) -> None:
+    test, asked = task.question_set.tests["test"], task.asked["test"][:12]
+    found = generate(model, asked, task._read(test.pictures), task.encoder)
+    for number, one in enumerate(asked):
+        ids = torch.tensor([written_out(task, test.questions[number], number)])
+        most = 1 + max(map(len, one.options))
+        how = {"max_new_tokens": most, "do_sample": False, "eos_token_id": task.encoder.end, "pad_token_id": 0}
+        said = model.generate(input_ids=ids, pixel_values=2 * test.pictures.pixels([number]) - 1, **how)[0, ids.shape[1] :]
+        assert found[number] == [token for token in said.tolist() if token != task.encoder.end]
+
+
+def test_an_answer_is_the_longest_option_that_a_text_begins_with() -> None:
+    options = ("no", "top", "top left", "A", "B")
+    cases = {"Top left.": 2, "top": 1, "No, there is none": 0, "nothing": None, "A. a cat": 3, "The B": None, "": None}
+    assert {text: chosen_option(text, options) for text in cases} == cases
+
+
+@pytest.mark.slow
+def test_the_score_has_the_prior_the_error_without_pictures_and_the_shift(task: VisionLanguageTask, model: Any) -> None:
+    found = task.score(model)
+    test, shift = task.question_set.tests["test"], task.question_set.tests["held-out combinations"]
+    wrong = wrong_by_likelihood(
+        log_likelihoods(model, task.asked["test"], task._read(test.pictures), task.encoder), task.asked["test"]
+    )
+    assert found["clean"]["figure"] == pytest.approx(100 * wrong.double().mean()) and found["clean"]["examples"] == 204
+    kinds = found["clean"]["kinds"]
+    assert np.mean(list(kinds.values())) == pytest.approx(found["clean"]["figure"])  # 34 questions of each kind
+    blind = 0
+    for number, question in enumerate(test.questions):
+        shown = list("ABCD") if question.lettered else list(question.options)
+        ids, grey = written_out(task, question, number), torch.zeros(1, 3, 32, 32)
+        naive = [log_likelihood(model, ids, grey, task.tokenizer.ids(option)) for option in shown]
+        blind += naive.index(max(naive)) != task.asked["test"][number].right
+    metrics = found["clean"]["metrics"]
+    assert metrics[BLIND] == pytest.approx(100 * blind / 204) and set(metrics) == {PRIOR, BLIND, GENERATED}
+    assert metrics[PRIOR] == prior_error(test.questions)
+    assert found["shifts"]["held-out combinations"]["examples"] == len(shift.questions) == 204
+    trial = found["trials"]["corruptions"]
+    assert trial["figure"] == pytest.approx(np.mean(list(trial["each"].values()))) and len(trial["each"]) == 15
+    assert found["attacked"]["figure"] == trial["figure"] and "routing" in found["attacked"] and "routing" in found["clean"]
+
+
+@pytest.mark.slow
+def test_corrupted_pictures_are_those_of_the_questions_they_are_asked_with(task: VisionLanguageTask, model: Any) -> None:
+    from holdfast.attacks import corrupt
+
+    test, some = task.question_set.tests["test"], [place * 204 // 12 for place in range(12)]
+    pixels = corrupt(test.pictures.pixels(some), "fog", severity=3).images
+    wrong = 0
+    for at, number in enumerate(some):
+        question = test.questions[number]
+        shown = list("ABCD") if question.lettered else list(question.options)
+        ids = written_out(task, question, number)
+        naive = [log_likelihood(model, ids, 2 * pixels[at : at + 1] - 1, task.tokenizer.ids(one)) for one in shown]
+        wrong += naive.index(max(naive)) != task.asked["test"][number].right
+    assert task._corruptions(model)["each"]["fog"] == pytest.approx(100 * wrong / 12)
+
+
+@pytest.mark.parametrize("name", ["words", "bytes"])
+def test_only_answers_and_the_ends_after_them_are_learned(name: str) -> None:
+    said = "USER: ASSISTANT: what is it ? a cat and now still"
+    tokens = Bytes() if name == "bytes" else Vocabulary([said])
+    encoder = QuestionEncoder(tokens, end=0 if name == "bytes" else 1, picture=300, patches=4, pad=0)
+    dialogue = Dialogue(0, (("<image>\nwhat is it ?", "a cat"), ("and now ?", "still")))
+    row, learned = encoder.dialogue(dialogue)
+    inputs = encoder.batch([row, row[:8]], 100, [learned, learned[:8]])
+    ids, labels = inputs["input_ids"][0], inputs["labels"][0]
+    assert int((ids == 300).sum()) == 4 and inputs["attention_mask"].sum(1).tolist() == [len(row) + 3, 11]
+    ends = (labels == encoder.end).nonzero().flatten().tolist()
+    first, second = labels[: ends[0]], labels[ends[0] + 1 : ends[1]]
+    assert [tokens.decode(one[one >= 0]).strip() for one in (first, second)] == ["a cat", "still"]
+    assert bool((labels[labels >= 0] == ids[labels >= 0]).all()) and bool((inputs["labels"][1] < 0).all())
+    text = tokens.decode([token for token in row if token not in (300, encoder.end)])
+    assert "".join(text.split()).lower() == "user:whatisit?assistant:acatuser:andnow?assistant:still"
+
+
+# Stages
+
+
+@pytest.mark.slow
+def test_a_stage_trains_its_part_only_and_the_next_starts_where_it_ended(
+    task: VisionLanguageTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from holdfast.train.loop import TrainingLoop
+
+    seen: dict[str, list[str]] = {}
+    run = TrainingLoop.run
+
+    def watched(loop: TrainingLoop) -> Any:
+        before = {name: value.clone() for name, value in loop.model.state_dict().items()}
+        log, after = run(loop), loop.model.state_dict()
+        seen[loop.folder.name] = [name for name in before if not torch.equal(before[name], after[name])]
+        return log
+
+    monkeypatch.setattr(TrainingLoop, "run", watched)
+    started = after_stages(task, tmp_path, 0)
+    places = {
+        "vision": ("vision_tower", "scene_heads"),
+        "language": ("language_model", "lm_head"),
+        "connector": ("projector",),
+    }
+    assert list(seen) == list(places)
+    for name, own in places.items():
+        assert seen[name] and all(any(place in changed for place in own) for changed in seen[name]), name
+    new, trained = task.initial_model().state_dict(), started.initial_model().state_dict()
+    assert new.keys() == trained.keys() and not any("scene_heads" in name for name in trained)
+    assert not torch.equal(new["lm_head.weight"], trained["lm_head.weight"])
+    first, again = (build_model(started, name, {}, seed=0) for name in ("smoe", "symphony"))
+    for name, value in first.state_dict().items():  # both routers start from the same weights
+        if "router" not in name:
+            assert torch.equal(value, again.state_dict()[name]), name
+
+
+@pytest.mark.slow
+def test_an_interrupted_stage_resumes_to_the_same_weights(
+    task: VisionLanguageTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from holdfast.train import loop
+    from holdfast.train.run_folder import write_checkpoint
+
+    often = task.with_recipe(small(training__save_every=2))
+    whole = after_stages(often, tmp_path / "whole", 0).start
+    calls: list[Path] = []
+
+    def stop(*given: Any) -> None:
+        write_checkpoint(*given)
+        calls.append(given[0])
+        if len(calls) == 3:  # in the middle of the stage of the language model
+            raise Interrupted
+
+    monkeypatch.setattr(loop, "write_checkpoint", stop)
+    with pytest.raises(Interrupted):
+        after_stages(often, tmp_path / "part", 0)
+    assert calls[-1].name == "language"
+    resumed = after_stages(often, tmp_path / "part", 0).start
+    assert len(calls) == 6  # two of each stage; none is trained again
+    assert whole is not None and resumed is not None
+    assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
+    other = after_stages(often.with_recipe(small(training__save_every=2)), tmp_path / "part", 1)
+    assert not torch.equal(other.start["lm_head.weight"], resumed["lm_head.weight"])  # type: ignore[index]
+    assert len(list((tmp_path / "part" / "stages").glob("*-seed*"))) == 2
+
+
+def test_the_loss_of_the_tower_is_that_of_shapes_and_colours_of_the_cells(task: VisionLanguageTask) -> None:
+    model = task.initial_model()
+    batch = task.stages()[0].task.examples(0).__getitems__(range(3))
+    scenes = task.question_set.dialogues("train")
+    with seeing_cells(model):
+        found = model(**batch)["loss"]
+        states = model.model.vision_tower(batch["pixel_values"], output_hidden_states=True).hidden_states[-1]
+        scores = model.scene_heads(states)
+        order = task.examples(0).order.at(range(3)).tolist()
+        naive = 0.0
+        for place, number in enumerate(order):
+            for patch in range(16):
+                shape, colour = scenes.cells[number, patch // 4, patch % 4].tolist()  # type: ignore[index]
+                naive += float(cross_entropy(scores[place, patch, :5], torch.tensor(shape)))
+                naive += float(cross_entropy(scores[place, patch, 5:], torch.tensor(colour)))
+    assert float(found) == pytest.approx(naive / 48, rel=1e-5)
+    assert torch.equal(batch["labels"], cell_targets(scenes.cells[order], 4))  # type: ignore[index]
+    assert not hasattr(model, "scene_heads") and "forward" not in vars(model)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_texts_of_the_language_stage_have_no_picture_and_are_learned_whole(task: VisionLanguageTask) -> None:
+    stage = next(stage for stage in task.stages() if stage.name == "language")
+    batch = stage.task.examples(0).__getitems__(range(5))
+    assert "pixel_values" not in batch and not bool((batch["input_ids"] == len(task.tokenizer)).any())
+    real = batch["attention_mask"].bool()
+    assert torch.equal(batch["labels"][real], batch["input_ids"][real]) and bool((batch["labels"][~real] == -100).all())
+
+
+# Recipes and runs
+
+
+MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
+    "another family": ({"model__family": "vit"}, "model.family is vit"),
+    "unknown entry": ({"model__config__text_config__hiden_size": 3}, "text_config.hiden_size: .*did you mean 'hidden_size'"),
+    "no tower": ({"model__config__vision_config": {}}, "vision_config.model_type is missing"),
+    "short texts": ({"data__length": 3}, "no dialogue has an answer"),
+    "metrics": ({"metrics": ["accuracy"]}, "metrics: accuracy"),
+    "robust training": ({"robust__method": "noise", "robust__budget": 0.1}, "has no robust training"),
+    "attack": ({"attack__name": "pgd"}, "attack.name: this task is vision-language"),
+    "augmentation": ({"training__augment__flip": True}, "training.augment is for images"),
+    "layout": ({"data__tests": ["pop=x"]}, "did you mean 'pope'"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_wrong_recipe_is_refused_with_one_sentence(mistake: str) -> None:
+    changes, sentence = MISTAKES[mistake]
+
+    def build() -> None:
+        task = make_task(small(**changes))
+        preflight(task, parse_routers("smoe"))
+        task.examples(0).__getitems__([0])
+
+    assert_refused(sentence, build)
+
+
+def test_stages_and_parts_are_for_this_task_only() -> None:
+    assert_refused(
+        "stages is for pictures with questions",
+        load_recipe,
+        "tiny",
+        {"stages.language": {"steps": 1, "batch": 1, "learning_rate": 1}},
+    )
+    assert_refused("sparse.parts is for pictures with questions", load_recipe, "vmoe-tiny", {"sparse.parts": ["vision"]})
+
+
+@pytest.mark.parametrize("router", ["symphony+smooth", "modality"])
+@pytest.mark.slow
+def test_routers_train_in_all_parts_and_know_the_modality(task: VisionLanguageTask, router: str) -> None:
+    sparse = task.with_recipe(small(sparse__parts=PARTS))
+    preflight(sparse, parse_routers(router))
+    model = build_model(sparse, router, {}, seed=0)
+    assert {layer.part for layer in moe_layers(model)} == set(PARTS)
+    batch = sparse.examples(0).__getitems__(range(4))
+    with trace(model) as routes:
+        model(**batch)["loss"].backward()
+    assert len(routes) == 3
+    assert all(
+        bool(one.grad.abs().sum()) for name, one in model.named_parameters() if "score" in name and one.grad is not None
+    )
+
+
+@pytest.fixture
+def dialogues(tmp_path: Path) -> Path:
+    """A folder in LLaVA's layout, with a dialogue of texts only, and questions in POPE's."""
+    folder, entries, lines = tmp_path / "llava", [], []
+    folder.mkdir()
+    for number in range(9):
+        Image.fromarray(np.full((20, 20, 3), 25 * number, dtype=np.uint8)).save(folder / f"{number}.png")
+        said = ["<image>\nIs there a dog in the image?", ("no", "yes")[number % 2], "Sure?", "yes"]
+        turns = [{"from": ("human", "gpt")[place % 2], "value": one} for place, one in enumerate(said)]
+        entries.append({"id": number, "image": f"{number}.png", "conversations": turns})
+        lines.append({"question_id": number, "image": f"{number}.png", "text": said[0][8:], "label": said[1]})
+    entries.append({"id": 9, "conversations": [{"from": "human", "value": "Sure?"}, {"from": "gpt", "value": "yes"}]})
+    (folder / "dialogues.json").write_text(json.dumps(entries))
+    (tmp_path / "pope").mkdir()
+    (tmp_path / "pope" / "images").mkdir()
+    for number in range(9):
+        (folder / f"{number}.png").rename(tmp_path / "pope" / "images" / f"{number}.png")
+        Image.fromarray(np.full((20, 20, 3), 25 * number, dtype=np.uint8)).save(folder / f"{number}.png")
+    (tmp_path / "pope" / "pope.json").write_text("\n".join(map(json.dumps, lines)))
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_a_folder_of_dialogues_is_trained_on_and_a_set_of_questions_is_scored(dialogues: Path) -> None:
+    from holdfast.train.training import train
+    from holdfast_command import main
+
+    folder, test = dialogues / "llava", f"pope={dialogues / 'pope' / 'pope.json'}"
+    changes = {"data__source": str(folder), "data__pictures": None, "data__size": 32, "stages__vision": None}
+    assert_refused("has dialogues and no questions to score", make_task, small(**changes))
+    recipe = small(**changes, data__tests=[test])
+    task: Any = make_task(recipe)
+    batch = task.examples(0).__getitems__(range(10))  # with the dialogue of texts, if it is not held out
+    assert len(batch["pixel_values"]) == int((batch["input_ids"] == len(task.tokenizer)).any(1).sum())
+    assert_refused(
+        "which dialogues does not say",
+        lambda: make_task(
+            small(**{**changes, "data__tests": [test], "stages__vision": {"steps": 1, "batch": 1, "learning_rate": 0.1}})
+        ).stages(),
+    )
+    model = build_model(task, "smoe", {}, seed=0)
+    log = train(model, task, dialogues / "training", seed=0, k=2)
+    assert len(log) == 6 and task.score(model)["clean"]["examples"] == 9
+    out = dialogues / "run"
+    pairs = [f"data.source={folder}", f"data.tests=['{test}']", "data.size=32", "data.pictures=null", "stages.vision=null"]
+    pairs += [f"{key}={value}" for key, value in SMALL.items() if not key.startswith(("stages.vision", "data.pictures"))]
+    assert main(["train", "llava-tiny", "--router", "smoe", "--out", str(out), "--set", *pairs]) == 0
+    assert main(["evaluate", str(out)]) == 2  # what a record names is not read
+    assert main(["evaluate", str(out), "--source", test]) == 0
+
+
+@pytest.mark.slow
+def test_a_comparison_runs_from_end_to_end_and_its_cells_are_evaluated_and_attacked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from holdfast_command import main
+
+    pairs = [f"{key}={value}" for key, value in SMALL.items()]
+    compare = [
+        "compare",
+        "--recipe",
+        "llava-tiny",
+        "--seeds",
+        "1",
+        "--routers",
+        "smoe,symphony",
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    assert main([*compare, "--steps", "4", "--set", *pairs, "sparse.parts=[vision, connector, language]"]) == 0
+    said = capsys.readouterr().out
+    for name in (PRIOR, BLIND, GENERATED, "held-out combinations", "Report:"):
+        assert name in said
+    stored = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert [cell["router"] for cell in stored["cells"]] == ["smoe", "symphony"]
+    assert len(list((tmp_path / "run" / "stages").iterdir())) == 1  # both cells start from the same stages
+    assert len({cell["first_batch"] for cell in stored["cells"]}) == 1
+    cell = str(tmp_path / "run" / "cells" / "smoe-seed0")
+    assert main(["evaluate", cell]) == 0
+    assert main(["attack", cell, "routes", "--budget", "0.1", "--examples", "40"]) == 0
+    for refused in (
+        ["pgd", "--budget", "0.1"],
+        ["words", "--rate", "0.1"],
+        ["routes", "--budget", "0.1", "--on", "embeddings"],
+    ):
+        capsys.readouterr()
+        assert main(["attack", cell, *refused]) == 2
+        (sentence,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("holdfast:"))
+        assert "use routes" in sentence or "router inputs" in sentence
+
+
+def test_llava_has_the_parameters_that_the_paper_gives() -> None:
+    """4.2 billion before upcycling."""
+    from dataclasses import replace
+
+    from holdfast.train.building import put_router
+    from holdfast.train.start import start_model
+
+    recipe = load_recipe("llava")
+    sizes = recipe.model.config
+    sizes = {**sizes, "text_config": {**sizes["text_config"], "vocab_size": 32064}}
+    sizes = {**sizes, "vision_config": {**sizes["vision_config"], "image_size": 224}}
+    with torch.device("meta"):
+        model = start_model(replace(recipe.model, config=sizes), "vision-language", vision_feature_select_strategy="full")
+        dense = sum(parameter.numel() for parameter in model.parameters())
+        (choice,) = parse_routers("symphony")
+        assert put_router(model, recipe, choice)
+    assert {layer.part for layer in moe_layers(model)} == {"vision", "connector"}
+    assert round(dense / 1e7) == 425
+    assert round(sum(parameter.numel() for parameter in model.parameters()) / 1e7) == 506
