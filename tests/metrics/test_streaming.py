@@ -50,6 +50,11 @@ def whole() -> Data:
     return Data(one, other, logits, targets)
 
 
+def _is_image(routing: Routing) -> Tensor:
+    """Some tokens of each part, by a rule that padding does not change."""
+    return (routing.experts == 0).any(1)
+
+
 CASES: dict[str, tuple[Callable[[], Any], Update]] = {
     "Perplexity": (
         metrics.Perplexity,
@@ -58,6 +63,7 @@ CASES: dict[str, tuple[Callable[[], Any], Update]] = {
     "AnomalyPrecision": (metrics.AnomalyPrecision, lambda m, d, p: m.update(d.classes, d.targets > 6, p)),
     "GateEntropy": (metrics.GateEntropy, lambda m, d, p: m.update(d.one, p)),
     "ExpertLoad": (metrics.ExpertLoad, lambda m, d, p: m.update(d.one, p)),
+    "ModalityUse": (metrics.ModalityUse, lambda m, d, p: m.update(d.one, _is_image(d.one), p)),
     "LayerInstability": (metrics.LayerInstability, lambda m, d, p: m.update(d.one, d.other, p)),
     "CoSelection": (metrics.CoSelection, lambda m, d, p: m.update(d.one, p)),
     "NearTies": (lambda: metrics.NearTies((0.1, 0.5)), lambda m, d, p: m.update(d.one, p)),

@@ -1,6 +1,8 @@
 """Metrics of tasks and of routing. They read records, never a model; they skip padding, and parts of a run can be merged."""
 
 from holdfast.metrics.accumulator import Accumulator as Accumulator
+from holdfast.metrics.modalities import Modalities as Modalities
+from holdfast.metrics.modalities import ModalityUse as ModalityUse
 from holdfast.metrics.paired import Blocks as Blocks
 from holdfast.metrics.paired import Cost as Cost
 from holdfast.metrics.paired import Difference as Difference
