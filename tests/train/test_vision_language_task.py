@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,10 @@ from holdfast.hub import trace
 from holdfast.hub.layers import moe_layers
 from holdfast.train import Recipe, build_model, load_recipe, make_task, parse_routers
 from holdfast.train.building import preflight
+from holdfast.train.modality_routes import common_tokens
 from holdfast.train.question_scoring import chosen_option, generate, log_likelihoods, wrong_by_likelihood
 from holdfast.train.stages import after_stages
-from holdfast.train.vision_language_task import BLIND, GENERATED, PRIOR, VisionLanguageTask, seeing_cells
+from holdfast.train.vision_language_task import BLIND, GENERATED, PRIOR, VisionLanguageTask, reword, seeing_cells
 
 NARROW = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 SMALL: dict[str, Any] = {
@@ -149,6 +152,7 @@ def test_the_score_has_the_prior_the_error_without_pictures_and_the_shift(task: 
     assert found["shifts"]["held-out combinations"]["examples"] == len(shift.questions) == 204
     trial = found["trials"]["corruptions"]
     assert trial["figure"] == pytest.approx(np.mean(list(trial["each"].values()))) and len(trial["each"]) == 15
+    assert set(found["trials"]) == {"corruptions", "reworded questions"} and 0 <= trial["predictions_changed"] <= 1
     assert found["attacked"]["figure"] == trial["figure"] and "routing" in found["attacked"] and "routing" in found["clean"]
 
 
@@ -407,7 +411,7 @@ def test_a_comparison_runs_from_end_to_end_and_its_cells_are_evaluated_and_attac
     ]
     assert main([*compare, "--steps", "4", "--set", *pairs, "sparse.parts=[vision, connector, language]"]) == 0
     said = capsys.readouterr().out
-    for name in (PRIOR, BLIND, GENERATED, "held-out combinations", "Report:"):
+    for name in (PRIOR, BLIND, GENERATED, "held-out combinations", "experts of one modality", "Report:"):
         assert name in said
     stored = json.loads((tmp_path / "run" / "results.json").read_text())
     assert [cell["router"] for cell in stored["cells"]] == ["smoe", "symphony"]
@@ -415,6 +419,8 @@ def test_a_comparison_runs_from_end_to_end_and_its_cells_are_evaluated_and_attac
     assert len({cell["first_batch"] for cell in stored["cells"]}) == 1
     cell = str(tmp_path / "run" / "cells" / "smoe-seed0")
     assert main(["evaluate", cell]) == 0
+    said = capsys.readouterr().out
+    assert "reworded questions" in said and "text tokens that flip, pictures corrupted" in said
     assert main(["attack", cell, "routes", "--budget", "0.1", "--examples", "40"]) == 0
     for refused in (
         ["pgd", "--budget", "0.1"],
@@ -446,3 +452,95 @@ def test_llava_has_the_parameters_that_the_paper_gives() -> None:
     assert {layer.part for layer in moe_layers(model)} == {"vision", "connector"}
     assert round(dense / 1e7) == 425
     assert round(sum(parameter.numel() for parameter in model.parameters()) / 1e7) == 506
+
+
+# Images and texts
+
+
+def test_common_tokens_are_the_longest_blocks_of_both_texts() -> None:
+    before, after = [1, 9, 9, 9, 4, 5, 6, 7, 0, 0], [1, 9, 9, 9, 5, 6, 8, 4, 7]
+    texts = [torch.tensor([one, one]) for one in (before, after)]
+    batches = [{"input_ids": ids, "attention_mask": (ids != 0).long()} for ids in texts]
+    same = common_tokens(*batches)
+    first, second = [0, 1, 2, 3, 5, 6, 7], [0, 1, 2, 3, 4, 5, 8]  # 4 is in both, in another order
+    assert same[0].tolist() == [*first, *(10 + place for place in first)]
+    assert same[1].tolist() == [*second, *(9 + place for place in second)]
+
+
+def routes_alone(model: Any, ids: list[int], pixels: torch.Tensor) -> list[list[set[int]]]:
+    """Return the two best experts of each token in each layer, of one question in a forward of its own."""
+    with torch.no_grad(), trace(model) as routes:
+        model(input_ids=torch.tensor([ids]), pixel_values=pixels, use_cache=False)
+        return [[set(row) for row in routing.experts[:, :2].tolist()] for routing in routes]
+
+
+@pytest.mark.slow
+def test_routes_of_images_and_texts_equal_a_loop_over_single_questions(task: VisionLanguageTask, model: Any) -> None:
+    from holdfast.attacks import CORRUPTIONS, corrupt
+
+    test, some = task.question_set.tests["test"], [place * 204 // 12 for place in range(12)]
+    clean = test.pictures.pixels(some)
+    seen = {name: corrupt(clean, name, severity=3).images for name in CORRUPTIONS}
+    picture, found = len(task.tokenizer), task._modalities(model)
+    flips: dict[tuple[int, str], list[bool]] = {}
+    loads: dict[tuple[int, bool], list[int]] = {}
+    for at, number in enumerate(some):
+        ids = written_out(task, test.questions[number], number)
+        before = routes_alone(model, ids, 2 * clean[at : at + 1] - 1)
+        for layer, own in enumerate(before):
+            for place, experts in enumerate(own):
+                is_image = len(own) == 16 or ids[place] == picture
+                loads.setdefault((layer, is_image), []).extend(experts)
+        for one in seen.values():
+            after = routes_alone(model, ids, 2 * one[at : at + 1] - 1)
+            for layer, (old, new) in enumerate(zip(before, after, strict=True)):
+                for place in range(len(old)):
+                    modality = "image" if len(old) == 16 or ids[place] == picture else "text"
+                    flips.setdefault((layer, f"{modality}_corrupted"), []).append(old[place] != new[place])
+        (other,) = reword([test.questions[number]])
+        words = written_out(task, other, number)
+        after = routes_alone(model, words, 2 * clean[at : at + 1] - 1)
+        for block in SequenceMatcher(None, ids, words, autojunk=False).get_matching_blocks():
+            for step in range(block.size):
+                modality = "image" if ids[block.a + step] == picture else "text"
+                flip = before[2][block.a + step] != after[2][block.b + step]
+                flips.setdefault((2, f"{modality}_reworded"), []).append(flip)
+    assert [len(own) for own in before[:2]] == [16, 16] and len(found) == 3
+    for layer, one in enumerate(found):
+        for key in ("image_corrupted", "text_corrupted", "image_reworded", "text_reworded"):
+            naive = flips.get((layer, key))
+            assert one[key] == (None if naive is None else pytest.approx(np.mean(naive))), (layer, key)
+        assert (one["consistency"] is None) == (layer < 2)
+    assert found[2]["image_reworded"] == 0 < found[2]["text_reworded"]  # images come first, and nothing reads later tokens
+    image, text = ([loads[2, modality].count(expert) for expert in range(4)] for modality in (True, False))
+    overlap = sum(min(one / sum(image), other / sum(text)) for one, other in zip(image, text, strict=True))
+    assert found[2]["consistency"] == pytest.approx(overlap)
+
+
+@pytest.mark.slow
+def test_answers_to_reworded_questions_equal_a_loop_over_single_questions(task: VisionLanguageTask, model: Any) -> None:
+    test, wrong, changed = task.question_set.tests["test"], [], []
+    for number in (place * 204 // 12 for place in range(12)):
+        question, pixels = test.questions[number], 2 * test.pictures.pixels([number]) - 1
+        shown = list("ABCD") if question.lettered else list(question.options)
+        chosen = []
+        for words in (question, replace(question, text=question.reworded)):
+            ids = written_out(task, words, number)
+            naive = [log_likelihood(model, ids, pixels, task.tokenizer.ids(one)) for one in shown]
+            chosen.append(naive.index(max(naive)))
+        wrong.append(chosen[1] != task.asked["test"][number].right)
+        changed.append(chosen[0] != chosen[1])
+    found = task._reworded(model)
+    assert found["figure"] == pytest.approx(100 * np.mean(wrong)) and found["examples"] == 12
+    assert found["predictions_changed"] == pytest.approx(np.mean(changed)) and any(changed)
+
+
+def test_questions_without_other_words_are_misspelt() -> None:
+    known = Question(0, "is there a cat ?", "yes", ("yes", "no"), reworded="is a cat there ?")
+    file = Question(0, "Is there a snowboard in the image?", "yes", ("yes", "no"))
+    short = Question(0, "A dog?", "yes", ("yes", "no"))
+    found = reword([known, file, short])
+    assert found[0].text == "is a cat there ?" and found[2] == short
+    before, after = file.text.split(), found[1].text.split()
+    assert [one == other for one, other in zip(before, after, strict=True)] == [True, True, True, False, True, True, False]
+    assert replace(found[1], text=file.text) == file

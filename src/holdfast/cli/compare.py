@@ -101,7 +101,14 @@ class Compare:
 
 def print_tables(results: Results) -> None:
     """Print the tables of a comparison."""
-    from holdfast.report.comparison_tables import accuracy_table, domain_table, main_table, metrics_table, shifts_table
+    from holdfast.report.comparison_tables import (
+        accuracy_table,
+        domain_table,
+        main_table,
+        metrics_table,
+        modalities_table,
+        shifts_table,
+    )
 
     if results.paper is not None:
         from holdfast.report.comparison_tables import published_table
@@ -111,6 +118,6 @@ def print_tables(results: Results) -> None:
     seeds = f"{counts[0]} to {counts[-1]} seeds" if len(counts) > 1 else f"{counts[0]} seed{'s' if counts[0] > 1 else ''}"
     show(replace(main_table(results, brief=True), title=f"{results.title}; {seeds}"))
     # Turned: they have a few columns for each attack, metric, test set or domain.
-    for make in (accuracy_table, metrics_table, shifts_table, domain_table):
+    for make in (accuracy_table, metrics_table, shifts_table, modalities_table, domain_table):
         if (table := make(results, brief=True)).rows:
             show(table.turned())

@@ -48,6 +48,7 @@ class Evaluate(TestedModel):
         print_scores(self.model, {**scores, "attacked": found["attacked"], **found.get("trials", {})}, task)
         print_certainty(found, task.measure)
         print_routing(found["clean"].get("routing"))
+        print_modalities(found["clean"].get("modalities", []))
         described = {**task.describe(), "measure": asdict(task.measure), "metrics": task.other_metrics}
         write_out(self.out, {"model": self.model, **described, "versions": versions(), **found})
 
@@ -189,3 +190,17 @@ def print_routing(routing: dict[str, Any] | None) -> None:
             }
         )
     show(Table.of("Routing on the clean data", rows))
+
+
+def print_modalities(layers: list[dict[str, Any]]) -> None:
+    """Print how the tokens of images and of texts are routed in each layer; nothing for other tasks."""
+    from holdfast.report.comparison_tables import MODALITY_COLUMNS, MODALITY_NOTE
+    from holdfast.report.page_shell import percent
+    from holdfast.report.tables import Table
+
+    rows = [
+        {"layer": str(number), **{name: percent(layer[key]) for name, key in MODALITY_COLUMNS.items()}}
+        for number, layer in enumerate(layers)
+    ]
+    if rows:
+        show(Table.of("Images and texts", rows, MODALITY_NOTE).turned())

@@ -55,6 +55,7 @@ class Question:
     kind: str = "all"  # the group that it is counted in
     lettered: bool = False  # show the options with letters
     ask: str = ""  # what follows the options
+    reworded: str = ""  # the same question in other words; "": none is known
 
 
 @final

@@ -10,6 +10,8 @@ with noise. Places, sizes and brightness vary a little. There is one question fo
     place       where is the red circle ?                   top left, top right, bottom left, bottom right, each as often
     relation    is the circle left of the square ?          half yes; left of, right of, above, below
 
+Each question also has other words (`Question.reworded`): the same ones in another order, so that a model knows them.
+
 **Held-out combinations.** `HELD_OUT` has a colour for each shape. No training picture has such an object and no training
 question names one. The test "held-out combinations" has them only: every question is about such an object, or its picture
 has one.
@@ -116,7 +118,8 @@ def _yes_no(scene: _Scene, first: tuple[str, str]) -> Question:
         scene.allowed = [pair for pair in allowed if pair != first]
         scene.fill()
         scene.allowed = allowed
-    return Question(0, f"is there a {colour} {shape} ?", answer, YES_NO, "yes/no")
+    reworded = f"is a {colour} {shape} there ?"
+    return Question(0, f"is there a {colour} {shape} ?", answer, YES_NO, "yes/no", reworded=reworded)
 
 
 def _count(scene: _Scene, first: tuple[str, str]) -> Question:
@@ -124,23 +127,25 @@ def _count(scene: _Scene, first: tuple[str, str]) -> Question:
     for place in range(number):
         scene.add(first if place == 0 else scene.pick([pair for pair in scene.allowed if pair[0] == shape]))
     scene.fill(without_shape=[shape])
-    return Question(
-        0, f"how many {'crosses' if shape == 'cross' else shape + 's'} are there ?", str(number), tuple("01234"), "count"
-    )
+    shapes = "crosses" if shape == "cross" else f"{shape}s"
+    text, reworded = f"how many {shapes} are there ?", f"there are how many {shapes} ?"
+    return Question(0, text, str(number), tuple("01234"), "count", reworded=reworded)
 
 
 def _colour(scene: _Scene, first: tuple[str, str]) -> Question:
     shape, colour = first
     scene.add(first)
     scene.fill(without_shape=[shape])
-    return Question(0, f"what is the colour of the {shape} ?", colour, tuple(COLOURS), "colour")
+    text, reworded = f"what is the colour of the {shape} ?", f"the colour of the {shape} is what ?"
+    return Question(0, text, colour, tuple(COLOURS), "colour", reworded=reworded)
 
 
 def _shape(scene: _Scene, first: tuple[str, str]) -> Question:
     shape, colour = first
     scene.add(first)
     scene.fill(without_colour=[colour])
-    return Question(0, f"which shape is {colour} ?", shape, SHAPES, "shape", lettered=True)
+    text, reworded = f"which shape is {colour} ?", f"{colour} is which shape ?"
+    return Question(0, text, shape, SHAPES, "shape", lettered=True, reworded=reworded)
 
 
 def _place(scene: _Scene, first: tuple[str, str]) -> Question:
@@ -148,7 +153,8 @@ def _place(scene: _Scene, first: tuple[str, str]) -> Question:
     row, column = divmod(number, 2)
     scene.add(first, range(row * half, row * half + half), range(column * half, column * half + half))
     scene.fill(without_shape=[first[0]])
-    return Question(0, f"where is the {first[1]} {first[0]} ?", PLACES[number], PLACES, "place")
+    text, reworded = f"where is the {first[1]} {first[0]} ?", f"the {first[1]} {first[0]} is where ?"
+    return Question(0, text, PLACES[number], PLACES, "place", reworded=reworded)
 
 
 def _relation(scene: _Scene, first: tuple[str, str]) -> Question:
@@ -162,8 +168,8 @@ def _relation(scene: _Scene, first: tuple[str, str]) -> Question:
     side = [place for place in others if (place < same) == is_before] or others
     other = scene.add(pair, *((side, range(GRID)) if along_rows else (range(GRID), side)))
     scene.fill(without_shape=[one.shape, other.shape])
-    text = f"is the {one.shape} {name} the {other.shape} ?"
-    return Question(0, text, YES_NO[RELATIONS[name](one, other) < 0], YES_NO, "relation")
+    text, reworded = (f"{begun} {name} the {other.shape} ?" for begun in (f"is the {one.shape}", f"the {one.shape} is"))
+    return Question(0, text, YES_NO[RELATIONS[name](one, other) < 0], YES_NO, "relation", reworded=reworded)
 
 
 _MAKE: dict[str, Callable[[_Scene, tuple[str, str]], Question]] = dict(

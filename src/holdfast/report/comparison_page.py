@@ -14,6 +14,7 @@ from holdfast.report.comparison_tables import (
     domain_table,
     main_table,
     metrics_table,
+    modalities_table,
     published_table,
     routing_table,
     settings_table,
@@ -32,6 +33,7 @@ from holdfast.train.recipe import changed_keys
 from holdfast.train.results import Results, Row
 from holdfast.train.task import Measure
 
+BY_ROUTER = (metrics_table, accuracy_table, shifts_table, attacks_table, modalities_table)  # tables of single tasks
 TABS = ("Result", "Cost", "Training", "Routing", "Explorer", "Method")
 TAB_OF_PLOT = {"price": "Cost", **dict.fromkeys(("load", "entropy", "near-ties", "consistency"), "Routing")}
 MOST_NAMED = 6  # differences on shifted test sets that the verdict names
@@ -74,7 +76,7 @@ def comparison_page(results: Results) -> Page:
         published=None if results.paper is None else published_table(results.paper.published, results),
         domains=domain_table(results),
         settings=settings_table(results),
-        by_router=[make(results) for make in (metrics_table, accuracy_table, shifts_table, attacks_table)],
+        by_router=[make(results) for make in BY_ROUTER],
         costs=cost_table(results),
         routing=routing_table(results),
         plots={tab: [plot for plot in drawn if tab_of(plot) == tab] for tab in TABS},

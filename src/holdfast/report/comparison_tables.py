@@ -338,6 +338,35 @@ def routing_table(results: Results) -> Table:
     return Table.of("Routing metrics", (dict(cells(row)) for row in results.rows), note)
 
 
+MODALITY_COLUMNS = {  # of ModalityLayer
+    "routing consistency of images and texts": "consistency",
+    "experts of one modality": "one_modality",
+    "image tokens that flip, pictures corrupted": "image_corrupted",
+    "text tokens that flip, pictures corrupted": "text_corrupted",
+    "image tokens that flip, questions reworded": "image_reworded",
+    "text tokens that flip, questions reworded": "text_reworded",
+}
+MODALITY_NOTE = (
+    "Routing consistency: the overlap of the loads of image tokens and of text tokens, 100% if both use experts alike, 0% "
+    "if they have none in common. Experts of one modality: those that serve tokens of one modality only, among all that are "
+    "used. Flips: the share of tokens whose experts change; of reworded questions, tokens that are in both texts."
+)
+
+
+def modalities_table(results: Results, *, brief: bool = False) -> Table:
+    """Return how tokens of images and of texts are routed in vision-language models; empty for other tasks."""
+
+    def cells(row: Row) -> Iterator[tuple[str, str]]:
+        layers = [layer for cell in results.cells_of(row) for layer in cell.clean.modalities]
+        yield "router", row.label
+        for name, key in MODALITY_COLUMNS.items():
+            yield name, percent(known_mean(getattr(layer, key) for layer in layers))
+
+    is_shown = any(cell.clean.modalities for cell in results.cells)
+    note = f"{MODALITY_NOTE} Means over seeds and over the layers that have such tokens."
+    return Table.of("Images and texts", (dict(cells(row)) for row in results.rows if is_shown), note)
+
+
 def published_table(published: Published, results: Results | None = None) -> Table:
     """Return the rows of the paper's table, and after each figure ours, if there are results; then the routers it lacks."""
     title, note = "Published figures", ""

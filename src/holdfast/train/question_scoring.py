@@ -108,14 +108,19 @@ def chosen_option(text: str, options: Sequence[str]) -> int | None:
     return max(fitting, key=lambda place: len(options[place]), default=None)
 
 
+def chosen_by_likelihood(likelihoods: Sequence[Tensor]) -> Tensor:
+    """Return (questions,): the number of the option that is chosen, the first of equal ones; -1 if one is NaN."""
+    return torch.tensor([-1 if bool(scores.isnan().any()) else int(scores.argmax()) for scores in likelihoods])
+
+
 def wrong_by_likelihood(likelihoods: Sequence[Tensor], asked: Sequence[Asked]) -> Tensor:
-    """Return (questions,) bool: which answers are wrong; the first of equal options is chosen, and NaN is wrong."""
-    return torch.tensor(
-        [
-            bool(scores.isnan().any()) or int(scores.argmax()) != one.right
-            for scores, one in zip(likelihoods, asked, strict=True)
-        ]
-    )
+    """Return (questions,) bool: which answers are wrong; one that is not known (`chosen_by_likelihood`) is."""
+    return chosen_by_likelihood(likelihoods) != right_options(asked)
+
+
+def right_options(asked: Sequence[Asked]) -> Tensor:
+    """Return (questions,): the number of the right option."""
+    return torch.tensor([one.right for one in asked])
 
 
 def wrong_by_generation(answers: Sequence[Row], asked: Sequence[Asked], encoder: QuestionEncoder) -> Tensor:

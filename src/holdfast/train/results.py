@@ -246,10 +246,24 @@ class Routing:
 
 
 @dataclass(frozen=True)
+class ModalityLayer:
+    """How a layer routes tokens of images and of texts; shares, None where it has no such tokens."""
+
+    name: str
+    consistency: float | None = None  # the overlap of both loads
+    one_modality: float | None = None  # of experts that serve one modality only
+    image_corrupted: float | None = None  # of image tokens that flip when the picture is corrupted
+    text_corrupted: float | None = None
+    image_reworded: float | None = None  # when the question is reworded
+    text_reworded: float | None = None
+
+
+@dataclass(frozen=True)
 class CleanScore:
     figure: float | None
     routing: Routing
     examples: int | None = None  # of images and labelled texts
+    modalities: list[ModalityLayer] = field(default_factory=list)  # of vision-language models
 
 
 @dataclass(frozen=True)

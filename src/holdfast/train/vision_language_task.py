@@ -34,25 +34,29 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
 
-from holdfast.attacks import CORRUPTIONS
+from holdfast.attacks import CORRUPTIONS, misspell
 from holdfast.data import Document, ExampleOrder, Order, PixelScaling, QuestionSet, Tokenizer, question_set
 from holdfast.data.documents import Corpus
 from holdfast.data.encoded_questions import IGNORED, QuestionEncoder, Row
 from holdfast.data.images import Images
 from holdfast.data.question_files import read_tests
-from holdfast.data.questions import PICTURE, cell_targets, prior_error
+from holdfast.data.questions import PICTURE, Question, cell_targets, prior_error
 from holdfast.data.tokenizers import HubTokenizer, token_texts, tokenizer
 from holdfast.errors import unknown_name
+from holdfast.hub import has_routers
 from holdfast.hub.tracing import layers_of_images, require_positions
 from holdfast.metrics.token_routes import Example, View, tokens_to_show
 from holdfast.train.image_attacks import ATTACK_SEED, FROST, Corrupted, error_of, per_image
 from holdfast.train.image_task import evenly_spaced
+from holdfast.train.modality_routes import ModalityRoutes
 from holdfast.train.question_scoring import (
     Asked,
     Pictures,
+    chosen_by_likelihood,
     encode,
     generate,
     log_likelihoods,
+    right_options,
     with_pictures,
     wrong_by_generation,
     wrong_by_likelihood,
@@ -60,7 +64,17 @@ from holdfast.train.question_scoring import (
 from holdfast.train.recipe import Recipe, StagePart
 from holdfast.train.snapshots import record_routes, shown_routes
 from holdfast.train.start import padding_token, start_model, start_scaling, start_tokenizer
-from holdfast.train.task import AttackTable, Examples, HeldOut, Inputs, Measure, Stage, Task, evaluating
+from holdfast.train.task import (
+    AttackTable,
+    Examples,
+    HeldOut,
+    Inputs,
+    Measure,
+    Stage,
+    Task,
+    evaluating,
+    without_attack_warnings,
+)
 
 HEAD = "vision-language"
 CONVERTED = ("rope_theta", "vision_use_head")  # entries that transformers reads, and not every config has
@@ -304,6 +318,9 @@ class VisionLanguageTask(Task):
             shifts = {name: self._score_of(model, name) for name in self.question_set.tests if name != "test"}
         with evaluating(model) as under_corruption:
             trial = self._corruptions(model)
+        with evaluating(model, routing=False):
+            trials = {"corruptions": trial, "reworded questions": self._reworded(model)}
+            modalities = self._modalities(model)
         kinds = {
             kind: error_of(wrong[[one.kind == kind for one in test.questions]])
             for kind in dict.fromkeys(one.kind for one in test.questions)
@@ -312,7 +329,8 @@ class VisionLanguageTask(Task):
         clean = {"figure": error_of(wrong), "examples": len(asked), "per_example": per_image(wrong), "kinds": kinds}
         found = {"clean": {**clean, "metrics": metrics, "without_pictures": per_image(blind), **measured}}
         attacked = {**trial, **under_corruption}
-        return {**found, "attacked": attacked, "trials": {"corruptions": trial}, **({"shifts": shifts} if shifts else {})}
+        found["clean"] |= {"modalities": modalities} if modalities else {}
+        return {**found, "attacked": attacked, "trials": trials, **({"shifts": shifts} if shifts else {})}
 
     def _grey(self, numbers: Sequence[int]) -> Tensor:
         """Return grey pictures, the middle of the range of pixels."""
@@ -325,40 +343,77 @@ class VisionLanguageTask(Task):
         found = {"figure": error_of(wrong), "measure": "error, %", "better": "lower", "examples": len(asked)}
         return {**found, "prior": prior_error(test.questions), "per_example": per_image(wrong)}
 
-    def _corruptions(self, model: Any) -> dict[str, Any]:
-        """Return the mean error over corruptions and severities, and the error by corruption."""
-        test, encoder = self.question_set.tests["test"], self.encoder
+    def _some(self, count: int) -> list[int]:
+        """Return the numbers of some test questions that have a picture, evenly spaced."""
         seeing = [number for number, one in enumerate(self.asked["test"]) if one.picture is not None]
-        asked = [self.asked["test"][seeing[place]] for place in evenly_spaced(len(seeing), self._corrupted_count)]
-        if self._corrupted is None:
-            self._corrupted = Corrupted(test.pictures.pixels([one.picture for one in asked if one.picture is not None]))
+        return [seeing[place] for place in evenly_spaced(len(seeing), count)]
+
+    def _corruptions(self, model: Any) -> dict[str, Any]:
+        """Return the mean error over corruptions and severities, the error by corruption, and the share of other answers."""
+        encoder, asked = self.encoder, [self.asked["test"][number] for number in self._some(self._corrupted_count)]
         places = [replace(one, picture=place) for place, one in enumerate(asked)]  # among the corrupted pictures
-        corrupted = self._corrupted
+        corrupted = self._corrupted_pictures()
 
-        def wrong(pixels: Tensor) -> Tensor:
-            scores = log_likelihoods(model, places, lambda numbers: self.scaling(pixels[list(numbers)]), encoder)
-            return wrong_by_likelihood(scores, places)
+        def answers(pixels: Tensor) -> Tensor:
+            pictures = lambda numbers: self.scaling(pixels[list(numbers)])  # noqa: E731
+            return chosen_by_likelihood(log_likelihoods(model, places, pictures, encoder))
 
-        severities = sorted(set(self.recipe.attack.severities))
-        found = {(name, one): wrong(corrupted.images(name, one)) for name in CORRUPTIONS for one in severities}
-        each = {name: fmean(error_of(found[name, one]) for one in severities) for name in CORRUPTIONS}
-        every = torch.stack([one.double() for one in found.values()]).mean(0)
-        clean = error_of(wrong(corrupted.pixels))
-        counted = {"figure": fmean(each.values()), "clean": clean, "examples": len(asked), "severities": severities}
-        return {**counted, "each": each, "note": FROST, "per_example": per_image(every)}
+        severities, right = sorted(set(self.recipe.attack.severities)), right_options(asked)
+        found = {(name, one): answers(corrupted.images(name, one)) for name in CORRUPTIONS for one in severities}
+        each = {name: fmean(error_of(found[name, one] != right) for one in severities) for name in CORRUPTIONS}
+        every, clean = torch.stack(list(found.values())), answers(corrupted.pixels)
+        counted = {"figure": fmean(each.values()), "clean": error_of(clean != right), "examples": len(asked)}
+        counted |= {"severities": severities, "predictions_changed": float((every != clean).double().mean())}
+        return {**counted, "each": each, "note": FROST, "per_example": per_image((every != right).double().mean(0))}
+
+    def _corrupted_pictures(self) -> Corrupted:
+        """Return the pictures of the questions that are asked with corrupted pictures, in their order."""
+        if self._corrupted is None:
+            numbers = [self.asked["test"][number].picture for number in self._some(self._corrupted_count)]
+            pictures = self.question_set.tests["test"].pictures
+            self._corrupted = Corrupted(pictures.pixels([one for one in numbers if one is not None]))
+        return self._corrupted
+
+    def _reworded(self, model: Any) -> dict[str, Any]:
+        """Return the error on reworded questions, and how answers change; those that are asked with corrupted pictures."""
+        test, numbers = self.question_set.tests["test"], self._some(self._corrupted_count)
+        asked, pictures = [self.asked["test"][number] for number in numbers], self._read(test.pictures)
+        reworded = encode(reword([test.questions[number] for number in numbers]), self.encoder, numbers)
+        before, after = (
+            chosen_by_likelihood(log_likelihoods(model, each, pictures, self.encoder)) for each in (asked, reworded)
+        )
+        right = right_options(asked)
+        wrong, changed = after != right, float((after != before).double().mean())
+        counted = {"figure": error_of(wrong), "clean": error_of(before != right), "examples": len(asked)}
+        return {**counted, "predictions_changed": changed, "per_example": per_image(wrong)}
+
+    def _modalities(self, model: Any) -> list[dict[str, Any]]:
+        """Return how tokens of images and texts are routed, layer by layer; empty for a dense model."""
+        if not has_routers(model):
+            return []
+        found, corrupted = ModalityRoutes(model, self.encoder.picture), self._corrupted_pictures()
+        test, numbers = self.question_set.tests["test"], self._some(self._corrupted_count)
+        places = evenly_spaced(len(numbers), AUDIT)  # among the corrupted pictures
+        views = [(name, severity) for name in CORRUPTIONS for severity in sorted(set(self.recipe.attack.severities))]
+        for start in range(0, len(places), AUDIT_BATCH):
+            some = places[start : start + AUDIT_BATCH]
+            own = [numbers[place] for place in some]
+            questions, seen = [test.questions[number] for number in own], self.scaling(corrupted.pixels[some])
+            clean, reworded = (
+                {**self.encoder.batch([one.row for one in encode(each, self.encoder, own)]), "pixel_values": seen}
+                for each in (questions, reword(questions))
+            )
+            changed = ({**clean, "pixel_values": self.scaling(corrupted.images(*view)[some])} for view in views)
+            found.add(clean, changed, reworded)
+        return found.result()
 
     # Instruments
 
     def probe(self) -> Inputs:
         return self._few(PROBE)
 
-    def _seeing(self, count: int) -> list[Asked]:
-        """Return some test questions that have a picture, evenly spaced."""
-        seeing = [one for one in self.asked["test"] if one.picture is not None]
-        return [seeing[place] for place in evenly_spaced(len(seeing), count)]
-
     def _few(self, count: int) -> Inputs:
-        some = self._seeing(count)
+        some = [self.asked["test"][number] for number in self._some(count)]
         pictures = self._read(self.question_set.tests["test"].pictures)
         return with_pictures(self.encoder.batch([one.row for one in some]), [one.picture for one in some], pictures)
 
@@ -394,6 +449,13 @@ class VisionLanguageTask(Task):
         raise ValueError(
             f"{kind} attacks texts that a model learns, and this model answers questions about pictures: use routes."
         )
+
+
+def reword(questions: Sequence[Question]) -> list[Question]:
+    """Return questions in other words: those that their source has, or else with a typo in each word that may have one."""
+    with without_attack_warnings():  # a question may have no such word
+        misspelt = misspell([one.text for one in questions], rate=1.0, seed=ATTACK_SEED).texts
+    return [replace(one, text=one.reworded or other) for one, other in zip(questions, misspelt, strict=True)]
 
 
 def _checked(found: QuestionSet) -> QuestionSet:
