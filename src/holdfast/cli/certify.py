@@ -90,14 +90,13 @@ class Certify(MeasuredData):
     def _certify_predictions(self) -> None:
         from holdfast.checked import from_mapping
         from holdfast.locking import take_over
-        from holdfast.progress import bar
+        from holdfast.progress import bar, quiet
         from holdfast.report import write_predictions
         from holdfast.report.export import narrow
         from holdfast.report.prediction_page import accuracy_table, sentences
         from holdfast.train.certified_predictions import certify_models, models_at
         from holdfast.train.prediction_report import PredictionSettings
         from holdfast.train.saved_model import load_model_and_task
-        from holdfast.train.training import quiet
 
         for name in OF_ROUTES:
             if getattr(self, name) != getattr(type(self), name):

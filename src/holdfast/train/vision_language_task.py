@@ -117,9 +117,8 @@ class VisionLanguageTask(Task):
     def _tokenizer(self) -> Tokenizer:
         """Return the tokeniser of the recipe's checkpoint, or a new one from the training dialogues."""
         part = self.recipe.data
-        own = start_tokenizer(self.recipe.model, part.tokens)
-        if own is not None:
-            return own
+        if self.recipe.model.checkpoint is not None:
+            return start_tokenizer(self.recipe.model.checkpoint, part.tokens)
         said = (
             f"USER: {text.replace(PICTURE, '')} ASSISTANT: {answer}\n"
             for one in self.question_set.dialogues("train").dialogues
