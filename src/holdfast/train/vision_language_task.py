@@ -46,7 +46,6 @@ from holdfast.errors import unknown_name
 from holdfast.hub.tracing import layers_of_images, require_positions
 from holdfast.metrics.token_routes import Example, View, tokens_to_show
 from holdfast.train.image_attacks import ATTACK_SEED, FROST, Corrupted, error_of, per_image
-from holdfast.train.image_task import evenly_spaced
 from holdfast.train.question_scoring import (
     Asked,
     Pictures,
@@ -60,7 +59,7 @@ from holdfast.train.question_scoring import (
 from holdfast.train.recipe import Recipe, StagePart
 from holdfast.train.snapshots import record_routes, shown_routes
 from holdfast.train.start import padding_token, start_model, start_scaling, start_tokenizer
-from holdfast.train.task import AttackTable, Examples, HeldOut, Inputs, Measure, Stage, Task, evaluating
+from holdfast.train.task import AttackTable, Examples, HeldOut, Inputs, Measure, Stage, Task, evaluating, evenly_spaced
 
 HEAD = "vision-language"
 CONVERTED = ("rope_theta", "vision_use_head")  # entries that transformers reads, and not every config has
