@@ -116,7 +116,11 @@ class Certify(MeasuredData):
         def load(path: str) -> tuple[Any, Any]:
             return load_model_and_task(path, **where, loading=self.loading.options())
 
-        same = {"source": self.source, "dtype": self.loading.dtype}
+        same = {
+            "source": self.source,
+            "class_index": self.class_index and str(self.class_index),
+            "dtype": self.loading.dtype,
+        }
         try:
             with bar(len(models) * settings.examples, leave=False) as tell:
                 report = certify_models(models, settings, out, load, tell, **same)
