@@ -15,7 +15,7 @@ from holdfast.report.attack_page import render_attack
 pytestmark = pytest.mark.slow  # starts a browser
 
 
-@pytest.fixture(params=["costs", "images", "audit", "geometry", "mismatch", "attack"])
+@pytest.fixture(params=["costs", "images", "audit", "geometry", "mismatch", "predictions", "attack"])
 def opened(screen: Any, request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     kind, page = request.param, tmp_path / "page.html"
     page.write_text(render_attack(stored_attack()) if kind == "attack" else KINDS[kind][2](read(kind)), encoding="utf-8")

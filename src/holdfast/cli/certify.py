@@ -90,14 +90,13 @@ class Certify(MeasuredData):
     def _certify_predictions(self) -> None:
         from holdfast.checked import from_mapping
         from holdfast.locking import take_over
-        from holdfast.progress import bar
+        from holdfast.progress import bar, quiet
         from holdfast.report import write_predictions
         from holdfast.report.export import narrow
         from holdfast.report.prediction_page import accuracy_table, sentences
         from holdfast.train.certified_predictions import certify_models, models_at
         from holdfast.train.prediction_report import PredictionSettings
         from holdfast.train.saved_model import load_model_and_task
-        from holdfast.train.training import quiet
 
         for name in OF_ROUTES:
             if getattr(self, name) != getattr(type(self), name):
@@ -117,7 +116,11 @@ class Certify(MeasuredData):
         def load(path: str) -> tuple[Any, Any]:
             return load_model_and_task(path, **where, loading=self.loading.options())
 
-        same = {"source": self.source, "dtype": self.loading.dtype}
+        same = {
+            "source": self.source,
+            "class_index": self.class_index and str(self.class_index),
+            "dtype": self.loading.dtype,
+        }
         try:
             with bar(len(models) * settings.examples, leave=False) as tell:
                 report = certify_models(models, settings, out, load, tell, **same)

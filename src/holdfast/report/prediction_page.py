@@ -65,7 +65,7 @@ def meaning(report: PredictionReport) -> list[str]:
         f"to that radius. Each example's certificate is right with probability {1 - settings.alpha:g}; this does not say "
         "that all of them are right together.",
         "If too few draws agree, the vote abstains, and the example counts as wrong. No radius can be above "
-        f"{_largest(report):.3g} with {settings.samples:,} draws, because all of them agree then.",
+        f"{settings.largest_radius:.3g} with {settings.samples:,} draws, because all of them agree then.",
     ]
     if settings.steps:
         shown += [
@@ -76,18 +76,6 @@ def meaning(report: PredictionReport) -> list[str]:
             "is also attacked at its own radius.",
         ]
     return shown
-
-
-def _largest(report: PredictionReport) -> float:
-    """Return the radius if all draws agree."""
-    import torch
-
-    from holdfast.certificates.sampling import certified_radius, lowest_chance
-
-    settings = report.settings
-    return float(
-        certified_radius(lowest_chance(torch.tensor([settings.samples]), settings.samples, settings.alpha), settings.sigma)
-    )
 
 
 def accuracy_table(report: PredictionReport) -> Table:

@@ -17,7 +17,7 @@ from typing import Annotated, Any, ClassVar, final
 
 import torch
 
-from holdfast.certificates.sampling import lowest_chance
+from holdfast.certificates.sampling import certified_radius, lowest_chance
 from holdfast.checked import Limits
 from holdfast.errors import require_extra
 from holdfast.metrics import Difference, Shares, level_of
@@ -53,6 +53,11 @@ class PredictionSettings:
             object.__setattr__(self, "radii", [share * self.sigma for share in SHARES_OF_SIGMA])
         if self.radii != sorted(set(self.radii)):
             raise ValueError(f"the radii are {self.radii}; name each once, the smallest first.")
+
+    @property
+    def largest_radius(self) -> float:
+        """The radius of an example if all draws agree."""
+        return float(certified_radius(lowest_chance(torch.tensor(self.samples), self.samples, self.alpha), self.sigma))
 
 
 @final

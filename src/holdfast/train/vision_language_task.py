@@ -47,7 +47,6 @@ from holdfast.hub import has_routers
 from holdfast.hub.tracing import layers_of_images, require_positions
 from holdfast.metrics.token_routes import Example, View, tokens_to_show
 from holdfast.train.image_attacks import ATTACK_SEED, FROST, Corrupted, error_of, per_image
-from holdfast.train.image_task import evenly_spaced
 from holdfast.train.modality_routes import ModalityRoutes
 from holdfast.train.question_scoring import (
     Asked,
@@ -73,6 +72,7 @@ from holdfast.train.task import (
     Stage,
     Task,
     evaluating,
+    evenly_spaced,
     without_attack_warnings,
 )
 
@@ -131,9 +131,8 @@ class VisionLanguageTask(Task):
     def _tokenizer(self) -> Tokenizer:
         """Return the tokeniser of the recipe's checkpoint, or a new one from the training dialogues."""
         part = self.recipe.data
-        own = start_tokenizer(self.recipe.model, part.tokens)
-        if own is not None:
-            return own
+        if self.recipe.model.checkpoint is not None:
+            return start_tokenizer(self.recipe.model.checkpoint, part.tokens)
         said = (
             f"USER: {text.replace(PICTURE, '')} ASSISTANT: {answer}\n"
             for one in self.question_set.dialogues("train").dialogues
