@@ -1,6 +1,7 @@
 """Drawn scenes with questions, questions on CIFAR-10, and how a question is put to a model."""
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -53,6 +54,14 @@ def test_every_answer_is_what_the_objects_of_the_scene_say(held_out: bool) -> No
         assert question.answer == answer_of(things, question), (question, things)
         assert len({(one.row, one.column) for one in things}) == len(things)
         assert question.answer in question.options and len(set(question.options)) == len(question.options)
+
+
+def test_a_reworded_question_has_the_same_words_in_another_order_and_the_same_answer() -> None:
+    for number in range(60):
+        things, question = scene(3, 1, number)
+        assert question.reworded != question.text
+        assert sorted(question.reworded.split()) == sorted(question.text.split())
+        assert answer_of(things, replace(question, text=question.reworded)) == question.answer
 
 
 def test_no_training_scene_and_no_training_question_has_a_held_out_combination() -> None:

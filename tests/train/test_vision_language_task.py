@@ -23,7 +23,13 @@ from holdfast.hub.layers import moe_layers
 from holdfast.train import Recipe, build_model, load_recipe, make_task, parse_routers
 from holdfast.train.building import preflight
 from holdfast.train.modality_routes import common_tokens
-from holdfast.train.question_scoring import chosen_option, generate, log_likelihoods, wrong_by_likelihood
+from holdfast.train.question_scoring import (
+    chosen_option,
+    generate,
+    log_likelihoods,
+    option_scores,
+    wrong_by_likelihood,
+)
 from holdfast.train.stages import after_stages
 from holdfast.train.vision_language_task import BLIND, GENERATED, PRIOR, VisionLanguageTask, reword, seeing_cells
 
@@ -422,15 +428,19 @@ def test_a_comparison_runs_from_end_to_end_and_its_cells_are_evaluated_and_attac
     said = capsys.readouterr().out
     assert "reworded questions" in said and "text tokens that flip, pictures corrupted" in said
     assert main(["attack", cell, "routes", "--budget", "0.1", "--examples", "40"]) == 0
+    page = tmp_path / "attack.html"
+    pixels = ["fgsm,pgd", "--budget", "0", "0.1", "--steps", "2", "--examples", "20", "--page", str(page)]
+    assert main(["attack", cell, *pixels]) == 0 and "accuracy, %" in capsys.readouterr().out and page.exists()
     for refused in (
-        ["pgd", "--budget", "0.1"],
+        ["spsa", "--budget", "0.1"],
+        ["corruptions", "--budget", "3"],
         ["words", "--rate", "0.1"],
         ["routes", "--budget", "0.1", "--on", "embeddings"],
     ):
         capsys.readouterr()
         assert main(["attack", cell, *refused]) == 2
         (sentence,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("holdfast:"))
-        assert "use routes" in sentence or "router inputs" in sentence
+        assert any(part in sentence for part in ("fgsm", "router inputs")), sentence
 
 
 def test_llava_has_the_parameters_that_the_paper_gives() -> None:
@@ -544,3 +554,82 @@ def test_questions_without_other_words_are_misspelt() -> None:
     before, after = file.text.split(), found[1].text.split()
     assert [one == other for one, other in zip(before, after, strict=True)] == [True, True, True, False, True, True, False]
     assert replace(found[1], text=file.text) == file
+
+
+# Attacks on pixels
+
+
+def asked_with_pictures(task: VisionLanguageTask, count: int) -> tuple[list[int], list[Any], torch.Tensor]:
+    numbers = task.seeing(count)
+    test = task.question_set.tests["test"]
+    pixels = test.pictures.pixels([test.questions[number].picture for number in numbers])  # type: ignore[misc]
+    return numbers, [task.asked["test"][number] for number in numbers], pixels
+
+
+def test_scores_of_options_for_attacks_equal_a_loop_and_others_are_far_below(task: VisionLanguageTask, model: Any) -> None:
+    numbers, asked, pixels = asked_with_pictures(task, 12)
+    assert len({len(one.options) for one in asked}) > 1 and any(len(row) > 1 for one in asked for row in one.options)
+    with torch.no_grad():
+        found = option_scores(model, asked, task.scaling, task.encoder)(pixels)
+    for at, (number, one) in enumerate(zip(numbers, asked, strict=True)):
+        ids = written_out(task, task.question_set.tests["test"].questions[number], number)
+        naive = [log_likelihood(model, ids, 2 * pixels[at : at + 1] - 1, option) for option in one.options]
+        assert found[at, : len(naive)].tolist() == pytest.approx(naive, abs=1e-4)
+        assert found[at, len(naive) :].tolist() == pytest.approx([min(naive) - 50] * (found.shape[1] - len(naive)), abs=1e-4)
+
+
+def naive_loss(task: VisionLanguageTask, model: Any, number: int, pixels: torch.Tensor) -> torch.Tensor:
+    """Return -log of the right option's share of the likelihoods, with its gradient; each token has a forward of its own."""
+    one, question = task.asked["test"][number], task.question_set.tests["test"].questions[number]
+    scores = []
+    for option in one.options:
+        ids, total = written_out(task, question, number), torch.zeros(())
+        for token in option:
+            logits = model(input_ids=torch.tensor([ids]), pixel_values=2 * pixels - 1, use_cache=False).logits
+            total, ids = total + logits[0, -1].log_softmax(-1)[token], [*ids, token]
+        scores.append(total)
+    return -torch.stack(scores).log_softmax(0)[one.right]
+
+
+@pytest.mark.slow
+def test_fgsm_on_pixels_equals_a_step_by_hand_for_each_question(task: VisionLanguageTask, model: Any) -> None:
+    from holdfast.train import attack_images
+
+    numbers, asked, pixels = asked_with_pictures(task, 20)  # more than a batch
+    wrong = {"clean": 0, "attacked": 0}
+    for at, number in enumerate(numbers):
+        clean = pixels[at : at + 1].clone().requires_grad_()
+        naive_loss(task, model, number, clean).backward()
+        assert clean.grad is not None and bool(clean.grad.abs().sum() > 0)
+        step = (clean + 0.4 * clean.grad.sign()).clamp(0, 1).detach()
+        answers = []
+        for shown in (clean.detach(), step):
+            ids = written_out(task, task.question_set.tests["test"].questions[number], number)
+            naive = [log_likelihood(model, ids, 2 * shown - 1, option) for option in asked[at].options]
+            answers.append(naive.index(max(naive)) != asked[at].right)
+        wrong["clean"] += answers[0]
+        wrong["attacked"] += any(answers)  # an attack leaves a picture as it is where it would only help
+    found = attack_images(model, task, "fgsm", budget=0.4, examples=20)
+    assert [row[2] for row in found["rows"]] == [pytest.approx(5 * count) for count in wrong.values()]
+    assert wrong["clean"] < wrong["attacked"] and found["summary"]["accuracy"] == 1 - wrong["attacked"] / 20
+    assert found["rows"][1][4] <= 0.4 and not found["flags"]
+
+
+@pytest.mark.slow
+def test_pgd_on_pixels_finds_more_at_larger_budgets_and_repeats_itself(task: VisionLanguageTask, model: Any) -> None:
+    from holdfast.train import attack_images
+
+    found, again = (attack_images(model, task, ["pgd"], budget=[0.02, 0.1], steps=4, examples=20) for _ in range(2))
+    assert found == again
+    errors = found["curves"]["PGD"]["figure"]
+    assert errors == sorted(errors) and errors[0] < errors[-1] and found["curves"]["PGD"]["budgets"] == [0, 0.02, 0.1]
+    assert found["rows"][-1][4] <= 0.1
+
+
+def test_attacks_that_ask_some_questions_only_are_refused(task: VisionLanguageTask, model: Any) -> None:
+    from holdfast.train import attack_images
+
+    assert_refused("attack on pictures with questions: .*spsa", attack_images, model, task, "spsa", budget=0.1)
+    assert_refused("attack at least 1 question", attack_images, model, task, "pgd", budget=0.1, examples=0)
+    assert_refused("use fgsm, pgd or routes", attack_images, model, task, "corruptions", budget=3)
+    assert_refused("fgsm has no option restarts", attack_images, model, task, "fgsm", budget=0.1, restarts=2)

@@ -21,7 +21,9 @@ from holdfast.train.image_attacks import (
     error_of,
 )
 from holdfast.train.image_task import ImageTask
+from holdfast.train.question_attacks import attack_questions
 from holdfast.train.task import AttackTable, Task
+from holdfast.train.vision_language_task import VisionLanguageTask
 
 CARRIED = "What an attack found at a smaller budget counts at larger ones too, so the error never falls with the budget."
 
@@ -39,11 +41,15 @@ def attack_images(
 ) -> AttackTable:
     """Attack test images within `budget` with one attack or several, or apply the corruptions at severity `budget`.
 
+    Of pictures with questions, the answers are attacked, by `QUESTION_ATTACKS` only.
+
     budget      one, or several: the table then has the error against the budget
     options     of the attacks: step, restarts, random_start, samples
     """
     names = [kinds] if isinstance(kinds, str) else list(kinds)
     budgets = list(budget) if isinstance(budget, Sequence) else [budget]
+    if isinstance(task, VisionLanguageTask) and "corruptions" not in names:
+        return attack_questions(model, task, names, budget=budgets, steps=steps, examples=examples, seed=seed, **options)
     if not isinstance(task, ImageTask):
         raise ValueError(f"{names[0]} attacks images, but {task.not_images}.")
     check_images_attacks(names, budgets, options)

@@ -23,6 +23,7 @@ from holdfast.data.questions import Put, Question, put
 from holdfast.train.task import Inputs, forward
 
 TOKENS_PER_BATCH = {"cpu": 4096, "cuda": 65536}  # when scoring; at least one row
+BELOW_ALL = 50.0  # nats: a share of e^-50 of the likelihood changes no float32
 LOGITS_PER_BATCH = 2**28  # at most: 1 GiB of float32
 
 Pictures = Callable[[Sequence[int]], Tensor]  # from numbers of pictures to pixels as the model reads them
@@ -76,6 +77,43 @@ def log_likelihoods(model: Any, asked: Sequence[Asked], pictures: Pictures, enco
 
     _run(model, whole, [asked[number].picture for number, _ in keys], pictures, encoder, read)
     return found
+
+
+def option_scores(
+    model: Any, asked: Sequence[Asked], scaling: Callable[[Tensor], Tensor], encoder: QuestionEncoder
+) -> Callable[[Tensor], Tensor]:
+    """Return the function from pixels (questions,C,H,W), between 0 and 1, to (questions,options), for attacks on pixels.
+
+    It returns the log-likelihoods of the options, with gradients. Questions with fewer options than others are filled up
+    with scores that are `BELOW_ALL` below those of their own options, so that these are never chosen. All questions have a
+    picture.
+    """
+    most = max(len(one.options) for one in asked)
+    rows: dict[tuple[int, tuple[int, ...]], int] = {}  # the row of a question with the tokens before the last of an option
+    places = []  # of each token of each option: its row, its place there, its id, and its option among all
+    for number, one in enumerate(asked):
+        for place, option in enumerate(one.options):
+            row = rows.setdefault((number, tuple(option[:-1])), len(rows))
+            before = encoder.width(one.row) - 1
+            places += [(row, before + at, token, number * most + place) for at, token in enumerate(option)]
+    inputs = encoder.batch([[*asked[number].row, *begun] for number, begun in rows])
+    owners = torch.tensor([number for number, _ in rows])
+    row, at, token, option = torch.tensor(places).T
+    missing = torch.tensor([[place >= len(one.options) for place in range(most)] for one in asked])
+
+    def scores(pixels: Tensor) -> Tensor:
+        if len(pixels) != len(asked):
+            raise ValueError(f"there are {len(pixels)} pictures for {len(asked)} questions; ask all questions at once.")
+        device = pixels.device
+        shown = scaling(pixels)[owners.to(device)]
+        logits = forward(model, {**inputs, "pixel_values": shown}).logits[row.to(device), at.to(device)]
+        each = logits.float().log_softmax(-1).gather(1, token.to(device).unsqueeze(1)).squeeze(1)
+        found = each.new_zeros(len(asked) * most).index_add(0, option.to(device), each).view(len(asked), most)
+        none = missing.to(device)
+        lowest = found.detach().amin(1, keepdim=True) - BELOW_ALL  # the sum of no token is 0, the highest
+        return torch.where(none, lowest, found)
+
+    return scores
 
 
 @torch.no_grad()

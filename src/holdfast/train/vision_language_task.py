@@ -101,7 +101,7 @@ class VisionLanguageTask(Task):
     """
 
     scaling: PixelScaling
-    not_images = "this model answers questions; `holdfast evaluate` corrupts its pictures: use routes"
+    not_images = "this model answers questions; `holdfast evaluate` corrupts its pictures: use fgsm, pgd or routes"
     faster = "To make it shorter, set training.steps, training.batch or data.length to less, or use a smaller model."
 
     def __init__(
@@ -342,14 +342,14 @@ class VisionLanguageTask(Task):
         found = {"figure": error_of(wrong), "measure": "error, %", "better": "lower", "examples": len(asked)}
         return {**found, "prior": prior_error(test.questions), "per_example": per_image(wrong)}
 
-    def _some(self, count: int) -> list[int]:
+    def seeing(self, count: int) -> list[int]:
         """Return the numbers of some test questions that have a picture, evenly spaced."""
         seeing = [number for number, one in enumerate(self.asked["test"]) if one.picture is not None]
         return [seeing[place] for place in evenly_spaced(len(seeing), count)]
 
     def _corruptions(self, model: Any) -> dict[str, Any]:
         """Return the mean error over corruptions and severities, the error by corruption, and the share of other answers."""
-        encoder, asked = self.encoder, [self.asked["test"][number] for number in self._some(self._corrupted_count)]
+        encoder, asked = self.encoder, [self.asked["test"][number] for number in self.seeing(self._corrupted_count)]
         places = [replace(one, picture=place) for place, one in enumerate(asked)]  # among the corrupted pictures
         corrupted = self._corrupted_pictures()
 
@@ -368,14 +368,14 @@ class VisionLanguageTask(Task):
     def _corrupted_pictures(self) -> Corrupted:
         """Return the pictures of the questions that are asked with corrupted pictures, in their order."""
         if self._corrupted is None:
-            numbers = [self.asked["test"][number].picture for number in self._some(self._corrupted_count)]
+            numbers = [self.asked["test"][number].picture for number in self.seeing(self._corrupted_count)]
             pictures = self.question_set.tests["test"].pictures
             self._corrupted = Corrupted(pictures.pixels([one for one in numbers if one is not None]))
         return self._corrupted
 
     def _reworded(self, model: Any) -> dict[str, Any]:
         """Return the error on reworded questions, and how answers change; those that are asked with corrupted pictures."""
-        test, numbers = self.question_set.tests["test"], self._some(self._corrupted_count)
+        test, numbers = self.question_set.tests["test"], self.seeing(self._corrupted_count)
         asked, pictures = [self.asked["test"][number] for number in numbers], self._read(test.pictures)
         reworded = encode(reword([test.questions[number] for number in numbers]), self.encoder, numbers)
         before, after = (
@@ -391,7 +391,7 @@ class VisionLanguageTask(Task):
         if not has_routers(model):
             return []
         found, corrupted = ModalityRoutes(model, self.encoder.picture), self._corrupted_pictures()
-        test, numbers = self.question_set.tests["test"], self._some(self._corrupted_count)
+        test, numbers = self.question_set.tests["test"], self.seeing(self._corrupted_count)
         places = evenly_spaced(len(numbers), AUDIT)  # among the corrupted pictures
         views = [(name, severity) for name in CORRUPTIONS for severity in sorted(set(self.recipe.attack.severities))]
         for start in range(0, len(places), AUDIT_BATCH):
@@ -412,7 +412,7 @@ class VisionLanguageTask(Task):
         return self._few(PROBE)
 
     def _few(self, count: int) -> Inputs:
-        some = [self.asked["test"][number] for number in self._some(count)]
+        some = [self.asked["test"][number] for number in self.seeing(count)]
         pictures = self._read(self.question_set.tests["test"].pictures)
         return with_pictures(self.encoder.batch([one.row for one in some]), [one.picture for one in some], pictures)
 
@@ -446,7 +446,8 @@ class VisionLanguageTask(Task):
 
     def attack_words(self, model: Any, kind: str, **_: Any) -> AttackTable:
         raise ValueError(
-            f"{kind} attacks texts that a model learns, and this model answers questions about pictures: use routes."
+            f"{kind} attacks texts that a model learns, and this model answers questions about pictures: use fgsm, pgd or "
+            "routes."
         )
 
 
