@@ -14,6 +14,7 @@ import torch
 import transformers
 from router_pages import tables
 from tiers import quick_or_slow
+from tiny_vlm import batch, llava, qwen, smolvlm
 from torch import nn
 
 import holdfast
@@ -185,6 +186,31 @@ def opened_without_holdfast(folder: Path) -> None:
     raise OSError(next(line for line in run.stderr.splitlines() if line.startswith("ValueError")))
 
 
+def part_that_is_sparse(folder: Path) -> None:
+    holdfast.sparsify(holdfast.sparsify(llava(), experts=4), experts=4)
+
+
+def parts_of_a_text_model(folder: Path) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    holdfast.sparsify(transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)), experts=4, parts="vision")
+
+
+def attention_in_a_connector(folder: Path) -> None:
+    holdfast.sparsify(llava(), experts=4, parts="connector", router="attention")
+
+
+def similarity_on_packed_images(folder: Path) -> None:
+    holdfast.sparsify(qwen(), experts=4, parts="vision", router="similarity")
+
+
+def connector_of_one_map(folder: Path) -> None:
+    holdfast.sparsify(smolvlm(), experts=4, parts="connector")
+
+
+def audit_of_a_tower(folder: Path) -> None:
+    holdfast.audit(holdfast.sparsify(llava(), experts=4, parts="vision"), [batch()])
+
+
 # The pages with all refusals that they quote, in the order of the page.
 REFUSALS: dict[str, list[Callable[[Path], None]]] = {
     "trainer": [reentrant_checkpointing, accumulation_of_logits, two_backwards],
@@ -195,6 +221,14 @@ REFUSALS: dict[str, list[Callable[[Path], None]]] = {
     "export": [onnx_in_training, onnx_of_a_capacity_limit, jit_trace],
     "save-and-share": [folder_that_exists, changed_file, save_while_wrapped, save_while_offloaded],
     "lm-eval": [opened_without_holdfast],
+    "vision-language": [
+        part_that_is_sparse,
+        parts_of_a_text_model,
+        attention_in_a_connector,
+        similarity_on_packed_images,
+        connector_of_one_map,
+        audit_of_a_tower,
+    ],
 }
 CASES = [(page, number) for page, actions in REFUSALS.items() for number in range(len(actions))]
 QUICK = [("trainer", 0), ("peft", 2), ("several-gpus", 0), ("save-and-share", 2)]

@@ -69,6 +69,18 @@ def test_copied_experts_of_other_models_with_images_of_several_sizes_do_too(fami
     assert_near(logits(holdfast.sparsify(model, experts=4, k=k, parts=parts), given), before)
 
 
+@pytest.mark.parametrize(("tower", "text"), [("vit", "mistral"), ("dinov2", "gemma2")])
+def test_towers_and_language_models_of_other_dense_families_work_too(tower: str, text: str) -> None:
+    model, given = llava(tower, text), batch()
+    before = logits(model, given)
+    holdfast.sparsify(model, experts=4, parts=PARTS)
+    assert len(names(model)) == 6
+    assert_near(logits(model, given), before)
+    unknown = llava("pixtral", "llama")
+    says = "does not know where the feed-forward networks of pixtral are, the part 'vision' of this llava model"
+    assert_refused(says, holdfast.sparsify, unknown, experts=4, parts="vision")
+
+
 @pytest.mark.parametrize("k", [1, 2])
 def test_weights_are_copied_bit_for_bit_and_those_of_one_expert_are_1(k: int) -> None:
     """What is left of a difference is rounding: experts multiply other numbers of rows than the dense network."""
@@ -165,6 +177,9 @@ def test_reroute_changes_the_parts_that_are_named() -> None:
     assert routers(model, "vision") == ["smoe"] * 3 and routers(model, "language") == ["smoe"] * 2
     one = holdfast.sparsify(llava(), experts=4, parts="vision")
     assert_refused("part 'language' has no MoE layer", holdfast.reroute, one, "symphony", parts="language")
+    for options in ({"layers": "last:1"}, {"router": "smooth@0"}):
+        given = {"router": "smooth", "parts": "connector", **options}
+        assert_refused("a connector is one layer, which `parts` chooses", holdfast.reroute, model, **given)
 
 
 def test_a_part_that_is_still_dense_can_be_made_sparse_later() -> None:
@@ -188,8 +203,10 @@ def test_a_part_that_is_still_dense_can_be_made_sparse_later() -> None:
 
 def test_layers_whose_output_the_language_model_does_not_read_stay_dense() -> None:
     for chosen, read in ((-2, [0, 1]), (2, [0, 1]), ([1, -1], [0, 1, 2]), ([1, -3], [0])):
-        model = llava(vision_feature_layer=chosen)
-        assert numbers(holdfast.sparsify(model, experts=4, parts="vision"), "vision") == read
+        model, given = llava(vision_feature_layer=chosen), batch()
+        before = logits(model, given)
+        assert numbers(holdfast.sparsify(model, experts=4, parts=("vision", "connector")), "vision") == read
+        assert_near(logits(model, given), before)
     model = holdfast.sparsify(llava(vision_feature_layer=-2), experts=4, parts="vision", layers="last:1")
     assert numbers(model, "vision") == [1]
 
@@ -287,7 +304,7 @@ def test_captured_attention_of_both_towers_is_what_attention_computed(tower: str
 
 
 def test_a_later_patch_changes_the_route_of_an_earlier_one_and_a_later_word_does_not() -> None:
-    router = {"router": "similarity", "tau": 100.0, "noise": 0.5}
+    router: dict[str, Any] = {"router": "similarity", "tau": 100.0, "noise": 0.5}
     model, given = holdfast.sparsify(llava(), experts=4, parts=("vision", "language"), **router), batch()
     other = {**given, "pixel_values": given["pixel_values"].clone(), "input_ids": given["input_ids"].clone()}
     other["pixel_values"][1, :, -1, -1] += 1
@@ -315,6 +332,17 @@ def test_routers_of_single_tokens_work_on_packed_patches(router: str) -> None:
         together = model(**given).logits[1]
         by_itself = model(**alone, pixel_values=given["pixel_values"][32:]).logits[0]
     torch.testing.assert_close(by_itself, together, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("router", ["expert-choice", "capacity", "sinkhorn", "remoe"])
+def test_routers_of_whole_batches_work_on_packed_patches(router: str) -> None:
+    model = holdfast.sparsify(qwen(), experts=4, parts=("vision", "connector"), router=router, init="random").train()
+    given = batch("qwen")
+    model(**given, labels=given["input_ids"]).loss.backward()
+    for layer in moe_layers(model):
+        assert all(
+            parameter.grad is not None and parameter.grad.isfinite().all() for parameter in layer.experts.parameters()
+        )
 
 
 @pytest.mark.parametrize("text", ["mixtral", "qwen2_moe"])

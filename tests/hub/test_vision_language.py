@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from family_models import dense_inputs, tiny_dense
 from tiers import quick_or_slow
 from tiny import with_checkpointing
 from tiny_vlm import IMAGE, PARTS, batch, llava, qwen, smolvlm
 from torch import Tensor
+from trained_by_others import tokenizer
 from wording import assert_refused
 
 import holdfast
@@ -97,15 +99,21 @@ def test_a_trace_has_all_layers_of_a_forward_and_of_generation() -> None:
     assert masks == [True] * 4 + [False] * 2
 
 
-def test_generation_in_training_mode_changes_no_state_of_a_tower() -> None:
-    model, given = sparse(router=ROUTER).train(), batch()
-    model(**labelled()).loss.backward()
+@pytest.mark.parametrize("family", ["llava", "t5"])
+def test_generation_in_training_mode_changes_no_state_of_an_encoder(family: str) -> None:
+    """`generate` runs it before the model's first forward."""
+    if family == "t5":
+        model, labels = holdfast.sparsify(tiny_dense("t5"), experts=4, router=ROUTER, noise=0.5), dense_inputs("t5")
+        given = {name: labels[name] for name in ("input_ids", "attention_mask")}
+    else:
+        model, labels, given = sparse(router=ROUTER), labelled(), batch()
+    model.train()(**labels).loss.backward()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     buffers = {name: value.clone() for name, value in model.named_buffers()}
     model.generate(**given, max_new_tokens=2, min_new_tokens=2, **GREEDY)
     for name, value in [*model.state_dict().items(), *model.named_buffers()]:
         assert torch.equal(value, {**before, **buffers}[name]), name
-    model(**labelled()).loss.backward()  # and it learns again afterwards
+    model(**labels).loss.backward()  # and it learns again afterwards
     assert any(not torch.equal(value, buffers[name]) for name, value in model.named_buffers())
 
 
@@ -135,6 +143,15 @@ def test_routes_of_the_language_part_are_recorded_and_replayed(family: str) -> N
     assert not Routes.from_trace(again, model).differs(routes)[known].any()
     tower_only = holdfast.sparsify(FAMILIES[family][0](), experts=4, parts="vision")
     assert_refused("are all of images", lambda: Routes.from_trace(traced, tower_only))
+
+
+def test_the_base_model_alone_has_parts_too(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, given = holdfast.sparsify(llava().model, experts=4, router="modality", parts=PARTS, noise=0.5), batch()
+    assert [layer.part for layer in moe_layers(model)] == ["vision"] * 3 + ["connector"] + ["language"] * 2
+    loaded = holdfast.load(holdfast.save(model, tmp_path / "saved"))
+    with torch.no_grad():
+        assert torch.equal(loaded(**given).last_hidden_state, model(**given).last_hidden_state)
 
 
 def test_activation_checkpointing_computes_the_same_gradients() -> None:
@@ -181,12 +198,16 @@ def test_a_model_with_fewer_experts_in_every_part_computes_what_disabled_ones_do
     torch.testing.assert_close(logits(pruned.model, given), expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_an_audit_takes_a_sparse_language_part_with_images_and_without() -> None:
     for given in (batch(), {"input_ids": torch.arange(3, 23).view(2, 10)}):
         report = holdfast.audit(sparse(router="smoe", parts="language"), [given], perturb=["none", "batch"])
         for name in ("none", "batch.alone"):
             found = report.perturbations[name].overall
-            assert found.flips == 0 and found.loss is not None and found.loss.before > 0
+            assert found.flips == 0 and found.loss is not None and (found.loss.before or 0) > 0
+    texts = ["w1 w2 w3 w4 w5", "w6 w7 w8"]
+    report = holdfast.audit(sparse(router="smoe", parts="language"), texts, tokenizer=tokenizer(), perturb=["none"])
+    assert report.data.kind == "texts" and report.perturbations["none"].overall.flips == 0
     packed = holdfast.audit(sparse("qwen", "smoe", parts="language"), [batch("qwen")], perturb=["batch"])
     assert "packed images" in packed.skipped["batch.alone"].reason
 
@@ -214,6 +235,7 @@ def test_certificates_cover_every_part() -> None:
     assert [part.radius.numel() for layer in found.layers for part in layer.found] == [32] * 4 + [46] * 2  # without padding
 
 
+@pytest.mark.slow
 def test_an_adapter_of_the_language_model_learns_and_experts_stay() -> None:
     peft = pytest.importorskip("peft")
     model, given = sparse(router="smooth"), labelled()

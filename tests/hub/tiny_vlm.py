@@ -6,12 +6,20 @@ import torch
 import transformers
 
 IMAGE, PARTS = 90, ("vision", "connector", "language")  # the id of an image token
-TOWERS = {"siglip": transformers.SiglipVisionConfig, "clip": transformers.CLIPVisionConfig}
+TOWERS = {
+    "siglip": transformers.SiglipVisionConfig,
+    "clip": transformers.CLIPVisionConfig,
+    "vit": transformers.ViTConfig,
+    "dinov2": transformers.Dinov2Config,
+    "pixtral": transformers.PixtralVisionConfig,
+}
 TEXTS = {
     "llama": transformers.LlamaConfig,
     "qwen2": transformers.Qwen2Config,
     "phi3": transformers.Phi3Config,
     "phi": transformers.PhiConfig,
+    "mistral": transformers.MistralConfig,
+    "gemma2": transformers.Gemma2Config,
     "mixtral": transformers.MixtralConfig,
     "qwen2_moe": transformers.Qwen2MoeConfig,
 }
@@ -59,7 +67,9 @@ def llava(tower: str = "siglip", text: str = "llama", *, seed: int = 0, **change
         **{
             "image_token_id": IMAGE,
             "vision_feature_layer": -1,
-            "vision_feature_select_strategy": "default" if tower == "clip" else "full",  # CLIP's first token is no patch
+            "vision_feature_select_strategy": "full"
+            if tower == "siglip"
+            else "default",  # the first token of others is no patch
             **changes,
         },
     )

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 from tiny_vlm import PARTS, llava
 from torch import Tensor
 from trained_by_others import (
@@ -18,9 +17,9 @@ from trained_by_others import (
     adding_by_hand,
     assert_near,
     gradients_of,
+    llava_processor,
     losses_by_hand,
     sentence,
-    tokenizer,
 )
 
 import holdfast
@@ -30,28 +29,9 @@ trl = pytest.importorskip("trl", reason="TRL is not installed")
 datasets = pytest.importorskip("datasets")
 peft = pytest.importorskip("peft")
 Image = pytest.importorskip("PIL.Image")
+pytest.importorskip("transformers.models.siglip.image_processing_pil_siglip", reason="this transformers needs torchvision")
 
 LOSSES = holdfast.Losses(balance=0.3, z=0.1)
-TEMPLATE = (
-    "{% for message in messages %}{% for part in message['content'] %}"
-    "{% if part['type'] == 'image' %}<image> {% else %}{{ part['text'] }} {% endif %}"
-    "{% endfor %}{% endfor %}"
-)
-
-
-def processor() -> Any:
-    from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
-
-    words = tokenizer()
-    words.add_special_tokens({"additional_special_tokens": ["<image>"]})
-    options = {
-        "patch_size": 4,
-        "vision_feature_select_strategy": "full",
-        "image_token": "<image>",
-        "chat_template": TEMPLATE,
-    }
-    images = SiglipImageProcessorPil(size={"height": 16, "width": 16})
-    return transformers.LlavaProcessor(image_processor=images, tokenizer=words, **options)
 
 
 def rows() -> Any:
@@ -74,7 +54,7 @@ def rows() -> Any:
 
 
 def model_of(router: str, losses: holdfast.Losses | None, with_adapter: bool) -> Any:
-    image_token = processor().tokenizer.convert_tokens_to_ids("<image>")
+    image_token = llava_processor().tokenizer.convert_tokens_to_ids("<image>")
     model = llava(image_token_id=image_token)
     torch.manual_seed(1)
     holdfast.sparsify(model, experts=4, router=router, losses=losses, noise=0.5, parts=PARTS)
@@ -92,7 +72,7 @@ def model_of(router: str, losses: holdfast.Losses | None, with_adapter: bool) ->
 def trainer_of(model: Any, folder: Path, parts: int, **options: Any) -> Any:
     settings = {**SETTINGS, "gradient_accumulation_steps": parts, "max_length": None, **options}
     arguments = trl.SFTConfig(output_dir=str(folder), **settings)
-    return trl.SFTTrainer(model, arguments, train_dataset=rows(), processing_class=processor())
+    return trl.SFTTrainer(model, arguments, train_dataset=rows(), processing_class=llava_processor())
 
 
 def gradients(router: str, with_adapter: bool, parts: int, folder: Path, *, by_hand: bool) -> dict[str, Tensor]:
@@ -125,6 +105,7 @@ def test_router_losses_of_all_parts_train_as_if_added_by_hand(
         assert not any(".experts." in name for name in found)
 
 
+@pytest.mark.slow
 def test_it_trains_with_images_and_learns(tmp_path: Path) -> None:
     model = model_of("symphony+smooth", LOSSES, with_adapter=False)
     options = {"max_steps": 12, "learning_rate": 3e-3, "logging_steps": 1}

@@ -10,6 +10,11 @@ from torch import Tensor
 import holdfast
 
 WORDS = [f"w{index}" for index in range(56)]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}<image> {% else %}{{ part['text'] }} {% endif %}"
+    "{% endfor %}{% endfor %}"
+)
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>", "[CLS]", "[SEP]", "[MASK]"]
 
 
@@ -24,6 +29,23 @@ def tokenizer() -> Any:
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=raw, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>", model_max_length=64
     )
+
+
+def llava_processor() -> Any:
+    """The processor of a LLaVA whose images have 4 x 4 patches; its image processor runs on Pillow, without torchvision."""
+    import transformers
+    from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+    words = tokenizer()
+    words.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    options = {
+        "patch_size": 4,
+        "vision_feature_select_strategy": "full",
+        "image_token": "<image>",
+        "chat_template": CHAT_TEMPLATE,
+    }
+    images = SiglipImageProcessorPil(size={"height": 16, "width": 16})
+    return transformers.LlavaProcessor(image_processor=images, tokenizer=words, **options)
 
 
 def sentence(seed: int, length: int) -> str:

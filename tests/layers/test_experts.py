@@ -1,6 +1,7 @@
 """`Experts` against the naive loop: outputs and every gradient."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -107,7 +108,7 @@ def test_outputs_may_have_another_width_than_tokens(
     gated: bool, bias: bool, out: int, dtype: torch.dtype, device: str
 ) -> None:
     torch.manual_seed(out)
-    how = {"gated": gated, "bias": bias, "activation": "gelu", "device": device, "dtype": dtype}
+    how: dict[str, Any] = {"gated": gated, "bias": bias, "activation": "gelu", "device": device, "dtype": dtype}
     module = Experts(24, 40, 4, out=out, **how)
     assert module.down_proj.shape == (4, out, 40)
     chosen, weights = choose(63, 4, 2, unused=0.3, device=device)

@@ -27,7 +27,8 @@ from holdfast.data import Document, LabelledText, Tokenizer, Vocabulary
 from holdfast.data.labelled_texts import flat_texts
 from holdfast.data.tokenizers import is_bare
 from holdfast.hub.forwards import image_tokens
-from holdfast.hub.layers import MoELayerRef, moe_layers, vision_language_family
+from holdfast.hub.layers import MoELayerRef, moe_layers
+from holdfast.hub.parts import vision_language_family
 from holdfast.hub.replacements import gate_weight
 from holdfast.hub.tracing import require_finite, require_known_tokens, routing_modules
 from holdfast.layers.moe import LAYERS

@@ -154,8 +154,8 @@ class SingleSequence(Perturbation):
     harmless: ClassVar[bool] = True
 
     def unavailable(self, audited: AuditedModel, batch: AuditBatch) -> str | None:
-        if any(len(tensor) != batch.size for tensor in batch.inputs.values()):
-            return "the inputs have other rows than one for each text (packed images), so no text can be taken out."
+        if any(tensor.shape[:1] != (batch.size,) for tensor in batch.inputs.values()):
+            return "an input does not have one row for each sequence (as packed images), so no sequence can be taken out."
         is_alone = batch.size == 1 and (batch.token_mask is None or bool(batch.token_mask.all()))
         return "every batch is already one sequence without padding." if is_alone else None
 

@@ -16,8 +16,8 @@ from holdfast.hub.families import MOE_FAMILIES as MOE_FAMILIES
 from holdfast.hub.families import DenseFamily as DenseFamily
 from holdfast.hub.families import GateRule as GateRule
 from holdfast.hub.families import MoEFamily as MoEFamily
-from holdfast.hub.layers import part_of as part_of
 from holdfast.hub.layers import register_family as register_family
+from holdfast.hub.parts import part_of as part_of
 from holdfast.hub.tracing import RouterCall as RouterCall
 from holdfast.hub.tracing import Trace as Trace
 from holdfast.hub.tracing import has_routers as has_routers

@@ -68,7 +68,7 @@ class LayerModules:
     block: nn.Module  # takes (B,N,d)
     attention: Any  # just before the block; calls the attention function. None: a connector
     layer: nn.Module  # contains both
-    projection_path: str | None  # of the attention's output projection, in the layer
+    projection_path: str  # of the attention's output projection, in the layer
     windowed: bool = False  # no attention with queries and masks of (B,N): windows (Swin), packed images, or none at all
     recurrent: bool = False  # `attention` is a recurrent module, with a state instead of a KV cache
     declared_causal: bool | None = None  # None: the attention says it
@@ -78,7 +78,6 @@ class LayerModules:
     @property
     def projection(self) -> nn.Module:
         """Return the attention's output projection. An adapter may wrap or replace it, so it is looked up at every use."""
-        assert self.projection_path is not None
         return self.layer.get_submodule(self.projection_path)
 
     @property

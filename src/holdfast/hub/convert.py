@@ -25,23 +25,18 @@ from holdfast.hub.install import (
     set_gate_trainable,
     specs_of,
 )
-from holdfast.hub.layers import (
+from holdfast.hub.layers import MoELayerRef, dense_family, dense_layers, find_submodule, moe_layers, require_modalities
+from holdfast.hub.model_classes import install_hooks_and_classes
+from holdfast.hub.parts import (
     InPart,
-    MoELayerRef,
     chosen_parts,
-    dense_family,
-    dense_layers,
-    find_submodule,
     in_parts,
     is_read,
-    moe_layers,
     no_dense_layer,
     part_of,
     require_dense_language,
-    require_modalities,
     vision_language_family,
 )
-from holdfast.hub.model_classes import install_hooks_and_classes
 from holdfast.hub.replacements import SparseLayer, gate_weight, uninstall_gate
 from holdfast.hub.specs import NATIVE, NOT_A_ROUTER, LayerSpec, reads
 from holdfast.kernels.quantised import is_quantised
@@ -53,6 +48,7 @@ from holdfast.routing.grammar import split_options
 from holdfast.routing.presets import REGISTRY, LayerRouter, has_layers, resolve_layers, routers_by_layer
 
 Layers = str | Sequence[int]
+ONE_LAYER = "a connector is one layer, which `parts` chooses: leave out `layers`, and @ in the router."
 DEFAULT_K = 2  # experts per token of a layer that sparsify makes
 LAYER_ROUTERS: dict[str, str | None] = {"moe": None, "soft": "softmoe", "smear": "smear"}  # the name of each kind of layer
 Model = TypeVar("Model", bound=nn.Module)  # the returned model has the type of the given one, for editors
@@ -291,8 +287,6 @@ def sparsify(
     if hidden is not None and hidden < 1:
         raise ValueError(f"hidden is {hidden}; an expert is at least 1 wide.")
     chosen = _layers_to_change(model, parts, layers)
-    if all(dense.part == "connector" for dense in chosen) and (layers != "all" or all(one.layers for one in routers)):
-        raise ValueError("a connector is one layer, which `parts` chooses: leave out `layers`, and @ in the router.")
     for dense in chosen:
         _require_sparsifiable(dense, hidden, init)
     copied = init == "copy"
@@ -355,6 +349,8 @@ def _layers_to_change(model: Any, parts: str | Sequence[str] | None, layers: Lay
 def choose_in_parts(layers: Layers, found: Sequence[InPart]) -> list[InPart]:
     """Return the layers that `layers` chooses, which counts within each part; a connector is always chosen."""
     chosen: list[InPart] = []
+    if layers != "all" and list(in_parts(found)) == ["connector"]:
+        raise ValueError(ONE_LAYER)
     for part, own in in_parts(found).items():
         of = "the model" if part is None else f"its part {part!r}"
         indices = range(len(own)) if part == "connector" else choose_layers(layers, len(own), of)
@@ -368,6 +364,8 @@ def routers_in_parts(routers: list[LayerRouter], layers: Sequence[InPart]) -> li
     A connector gets the router without @.
     """
     found: list[LayerRouter | None] = []
+    if list(in_parts(layers)) == ["connector"] and all(one.layers is not None for one in routers):
+        raise ValueError(ONE_LAYER)
     for part, own in in_parts(layers).items():
         given = [one for one in routers if one.layers is None] if part == "connector" else routers
         try:

@@ -433,6 +433,7 @@ from transformers import {name}
 """
 # Auto classes that a pipeline uses, with the pipeline's task and the file that the folder must have for it.
 PIPELINES = {
+    "AutoModelForImageTextToText": ("image-text-to-text", "processor_config.json"),
     "AutoModelForCausalLM": ("text-generation", "tokenizer_config.json"),
     "AutoModelForMaskedLM": ("fill-mask", "tokenizer_config.json"),
     "AutoModelForSequenceClassification": ("text-classification", "tokenizer_config.json"),

@@ -2,16 +2,15 @@
 
 `moe_layers` finds every MoE layer with the modules around it. Everything that reads or changes routers calls it.
 
-A vision-language model has its layers in up to three parts (`part_of`). Everywhere else the part is None.
+A vision-language model has its layers in up to three parts (parts.py). Everywhere else the part is None.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import nn
 
-from holdfast.errors import require_known
 from holdfast.hub.adapters import active_module
 from holdfast.hub.context import LayerModules
 from holdfast.hub.families import (
@@ -23,18 +22,17 @@ from holdfast.hub.families import (
     DenseLayer,
     MoEFamily,
     Part,
-    VisionLanguageFamily,
     rows_of_part,
     text_config,
 )
 from holdfast.hub.families.recognition import check_declared, fused_experts, recognise
 from holdfast.hub.forwards import image_tokens
+from holdfast.hub.parts import base_prefix, model_type_of, part_config, part_of, vision_language_family
 from holdfast.hub.replacements import SparseLayer
 from holdfast.hub.specs import LayerInfo, linked_in_order, reads
 from holdfast.model_size import EXPERTS
 from holdfast.routing import Router
 
-InPart = TypeVar("InPart", "DenseLayer", "MoELayerRef")
 _REGISTERED: set[str] = set()  # model types of rows that `register_family` added; our own rows are checked by tests
 
 
@@ -57,7 +55,7 @@ def register_family(family: MoEFamily | DenseFamily) -> None:
 
 def moe_family(model: nn.Module) -> MoEFamily:
     """Return the row of an MoE model's family, declared or recognised. Raise ValueError with the reason if there is none."""
-    model_type = _model_type(model)
+    model_type = model_type_of(model)
     if model_type in MOE_FAMILIES:
         return MOE_FAMILIES[model_type]
     recognised = recognise(model)
@@ -73,7 +71,7 @@ def moe_family(model: nn.Module) -> MoEFamily:
 
 def dense_family(model: nn.Module) -> DenseFamily:
     """Return the row of a dense model's family. Raise ValueError with advice if there is none."""
-    model_type = _model_type(model)
+    model_type = model_type_of(model)
     if model_type not in DENSE_FAMILIES:
         if has_experts(model):
             raise ValueError(f"{model_type} is an MoE family. Change the routers of an MoE with holdfast.reroute.")
@@ -82,98 +80,6 @@ def dense_family(model: nn.Module) -> DenseFamily:
             f"holdfast.register_family; known are {', '.join(sorted([*DENSE_FAMILIES, *VISION_LANGUAGE_FAMILIES]))}."
         )
     return DENSE_FAMILIES[model_type]
-
-
-def _model_type(model: nn.Module) -> str:
-    model_type: Any = getattr(getattr(model, "config", None), "model_type", None)
-    if model_type is None:
-        raise ValueError(f"{type(model).__name__} is no Hugging Face model (it has no config.model_type) and has no Router.")
-    return str(model_type)
-
-
-def vision_language_family(model: Any) -> VisionLanguageFamily | None:
-    """Return where the parts of a vision-language model are; None for any other model."""
-    return VISION_LANGUAGE_FAMILIES.get(getattr(getattr(model, "config", None), "model_type", ""))
-
-
-def part_of(model: Any, name: str) -> Part | None:
-    """Return the part of a vision-language model that the module `name` belongs to; None in any other model, and outside.
-
-    "vision" is the tower, "connector" the network after it, "language" the language model.
-    """
-    family = vision_language_family(model)
-    if family is None:
-        return None
-    inside = name.removeprefix(_base_prefix(model))
-    places: dict[Part, str] = {"vision": family.vision, "language": family.language}
-    if family.connector is not None:  # first: it may be inside the tower
-        places = {"connector": family.connector.place, **places}
-    return next((part for part, place in places.items() if f"{inside}.".startswith(f"{place}.")), None)
-
-
-def chosen_parts(model: Any, parts: str | Sequence[str] | None) -> tuple[Part, ...] | None:
-    """Return `parts` in the order of `PARTS`; None if it is None. Raise ValueError if the model has no such parts."""
-    if parts is None:
-        return None
-    if vision_language_family(model) is None:
-        known = ", ".join(sorted(VISION_LANGUAGE_FAMILIES))
-        raise ValueError(
-            f"parts is {parts!r}, and a {_model_type(model)} model has no parts; leave it out (vision-language models that "
-            f"Holdfast knows: {known})."
-        )
-    given = [parts] if isinstance(parts, str) else list(parts)
-    for part in given:
-        require_known("part", part, PARTS)
-    if not given:
-        raise ValueError("parts is empty; name at least one of 'vision', 'connector' and 'language'.")
-    return tuple(part for part in PARTS if part in given)
-
-
-def require_dense_language(model: Any) -> None:
-    """Raise ValueError if a vision-language model has experts of its own."""
-    name = next((name for name, _ in fused_experts(model)), None)
-    if name is not None:
-        raise ValueError(
-            f"{name}: this {_model_type(model)} model has experts of its own; change its routers with holdfast.reroute. "
-            "Sparsify makes parts of a model sparse whose parts are all dense."
-        )
-
-
-def no_dense_layer(model: Any, part: Part) -> str:
-    """Return the error for a part of a vision-language model in which no layer can become sparse."""
-    family, model_type = vision_language_family(model), _model_type(model)
-    if part == "connector" and (family is None or family.connector is None):
-        return (
-            f"the connector of {model_type} is one linear map without a hidden layer, so there is no feed-forward network "
-            "to copy into experts; leave 'connector' out of parts."
-        )
-    config = part_config(model, part)
-    return (
-        f"Holdfast does not know where the feed-forward networks of {config.model_type} are, the part {part!r} of this "
-        f"{model_type} model; leave it out of parts, or declare the family with holdfast.register_family."
-    )
-
-
-def is_read(model: Any, layer: DenseLayer, stack: Sequence[DenseLayer]) -> bool:
-    """Whether a layer of `stack`, which are all layers of its part, can change an output of the model."""
-    family = vision_language_family(model)
-    if layer.part != "vision" or family is None:
-        return True
-    return next(n for n, other in enumerate(stack) if other is layer) < family.layers_read(model.config, len(stack))
-
-
-def in_parts(layers: Iterable[InPart]) -> dict[Part | None, list[InPart]]:
-    """Return the layers of each part, in the order of the model."""
-    found: dict[Part | None, list[InPart]] = {}
-    for layer in layers:
-        found.setdefault(layer.part, []).append(layer)
-    return found
-
-
-def _base_prefix(model: Any) -> str:
-    """Return what the names of the base model's modules start with in `model`; "" if it is the base model."""
-    name = getattr(model, "base_model_prefix", "")
-    return f"{name}." if name and getattr(model, "base_model", model) is not model else ""
 
 
 def has_experts(model: nn.Module) -> bool:
@@ -295,9 +201,9 @@ def _layers_of_rows(model: Any, wanted: Callable[[DenseFamily], Iterable[str]]) 
     for part, prefix, stack, rows, config in _stacks(model):
         for name, layer in stack.named_modules() if part != "connector" else [("", stack)]:
             for row in rows:
-                around = (path for path in (row.attention, row.projection) if path is not None)
+                around = (path for path in (row.attention, row.projection) if path)
                 if all(find_submodule(layer, path) is not None for path in (*around, *wanted(row))):
-                    attention = None if row.attention is None else layer.get_submodule(row.attention)
+                    attention = layer.get_submodule(row.attention) if row.attention else None
                     place = ".".join(step for step in (prefix, name, row.place) if step)
                     found[place] = DenseLayer(place, layer, row, getattr(attention, "config", None) or config, part)
     return found
@@ -309,7 +215,7 @@ def _stacks(model: Any) -> Iterator[tuple[Part | None, str, nn.Module, Sequence[
     if family is None:
         yield None, "", model, dense_family(model).rows, text_config(model)
         return
-    prefix = _base_prefix(model).removesuffix(".")
+    prefix = base_prefix(model).removesuffix(".")
     base = model.get_submodule(prefix) if prefix else model
     for part in PARTS:
         if part == "connector":
@@ -319,13 +225,6 @@ def _stacks(model: Any) -> Iterator[tuple[Part | None, str, nn.Module, Sequence[
             config = part_config(model, part)
             name = f"{prefix}.{place}".lstrip(".")
             yield part, name, model.get_submodule(name), rows_of_part(config.model_type), config
-
-
-def part_config(model: Any, part: Part) -> Any:
-    """Return the config of a part of a vision-language model; a connector has none of its own."""
-    if part == "connector":
-        return model.config
-    return model.config.vision_config if part == "vision" else text_config(model)
 
 
 def mixer_of(family: MoEFamily, layer: nn.Module) -> str | None:
@@ -361,7 +260,7 @@ def layer_info(
     of_images: bool = False,
 ) -> LayerInfo:
     """Return what a router is built for in a layer of `size` (d, E); `row` is that of a layer that is or was dense."""
-    is_connector, packed = row is not None and row.attention is None, row is not None and row.packed
+    is_connector, packed = row is not None and not row.attention, row is not None and row.packed
     windowed = row is not None and row.windowed
     heads = None if recurrent or windowed or packed or is_connector else int(config.num_attention_heads)
     reads_ids = not of_images and (row is None or row.reads_token_ids)
@@ -392,7 +291,7 @@ def _sparse_layers(model: nn.Module) -> list[MoELayerRef]:
         row, block = dense.family, dense.layer.get_submodule(dense.family.place)
         if isinstance(block, SparseLayer):
             places = block, dense.attention, dense.layer, row.projection
-            has_attention = not (row.windowed or row.packed or row.attention is None)
+            has_attention = not (row.windowed or row.packed or not row.attention)
             kind: dict[str, Any] = {"declared_causal": row.causal, "of_images": dense.of_images, "packed": row.packed}
             modules = LayerModules(*places, not has_attention, **kind)
             found.append(MoELayerRef(name, modules, None, dense, dense.part))

@@ -177,7 +177,8 @@ class SoftMoE(RoutedLayer):
         rows = mixed.reshape(sequences, count, slots, dim).transpose(0, 1).reshape(-1, dim)
         index = (torch.arange(rows.shape[0], device=rows.device) // max(sequences * slots, 1)).unsqueeze(1)
         outputs = experts(rows, index, torch.ones_like(index, dtype=torch.float32))
-        outputs = outputs.reshape(count, sequences, slots, -1).transpose(0, 1).reshape(sequences, count * slots, -1)
+        out = outputs.shape[-1]
+        outputs = outputs.reshape(count, sequences, slots, out).transpose(0, 1).reshape(sequences, count * slots, out)
         dense = torch.zeros_like(routing.gates).scatter(1, routing.experts, weights)
         combine = (dense.unsqueeze(-1) * routing.shares).reshape(sequences, length, count * slots)
         return torch.bmm(combine.to(outputs.dtype), outputs)

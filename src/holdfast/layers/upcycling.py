@@ -16,8 +16,14 @@ from holdfast.layers.moe import FeedForward
 def new_shared(experts: Experts, count: int) -> FeedForward:
     """Return `count` shared experts as one network of `count` times the width: their sum is the same."""
     activation = experts.activation_name or experts.activation
-    form = {"out": experts.out, "activation": activation, "gated": experts.gated, "bias": experts.has_bias}
-    shared = FeedForward(experts.dim, count * experts.hidden, **form)
+    shared = FeedForward(
+        experts.dim,
+        count * experts.hidden,
+        out=experts.out,
+        activation=activation,
+        gated=experts.gated,
+        bias=experts.has_bias,
+    )
     return shared.to(device=experts.down_proj.device, dtype=experts.down_proj.dtype)
 
 

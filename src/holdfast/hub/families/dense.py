@@ -25,8 +25,8 @@ class DenseFamily:
     place: str
     up: tuple[str, ...]  # stacked: gate first, where there is one
     down: str
-    attention: str | None  # None: a connector, which has none
-    projection: str | None
+    attention: str  # "": a connector, which has none
+    projection: str
     gated: bool
     activation: str = "hidden_act"  # in the config
     dropout: str | None = None
@@ -64,7 +64,7 @@ class DenseLayer:
     @property
     def attention(self) -> Any:
         """Return the attention before the network; None in a connector."""
-        return None if self.family.attention is None else self.layer.get_submodule(self.family.attention)
+        return self.layer.get_submodule(self.family.attention) if self.family.attention else None
 
     @property
     def down(self) -> Any:

@@ -34,7 +34,7 @@ class VisionLanguageFamily:
 def connector(place: str, up: str, down: str, **more: Any) -> DenseFamily:
     """Return the row of a connector of two linear maps, which are at the paths `up` and `down` in the module `place`."""
     own: dict[str, Any] = {"place": place, "up": (f"{place}.{up}",), "down": f"{place}.{down}", "gated": False}
-    return DenseFamily("connector", **own, attention=None, projection=None, reads_token_ids=False, causal=False, **more)
+    return DenseFamily("connector", **own, attention="", projection="", reads_token_ids=False, causal=False, **more)
 
 
 VISION_LANGUAGE_FAMILIES = {
