@@ -35,8 +35,8 @@ def test_the_use_of_experts_equals_a_loop_over_tokens(ragged: bool) -> None:
     routing = random_routing(21, 17, 2, ragged=ragged)  # few tokens, so that some experts serve one modality only
     is_image = torch.rand(21, generator=torch.Generator().manual_seed(1)) < 0.6
     found, expected = used(routing, is_image), naive(routing, is_image.tolist())
-    assert 0 < expected.consistency < 1 and 0 < expected.one_modality < 1
-    assert found.consistency == pytest.approx(expected.consistency)
+    assert 0 < expected.overlap < 1 and 0 < expected.one_modality < 1
+    assert found.overlap == pytest.approx(expected.overlap)
     assert found.one_modality == pytest.approx(expected.one_modality)
     assert found.text == pytest.approx(expected.text) and found.image == pytest.approx(expected.image)
 
@@ -50,14 +50,14 @@ def test_padding_is_neither_image_nor_text() -> None:
     assert used(strewn, of_all, real) == used(routing, is_image)
 
 
-def test_equal_loads_are_consistent_and_separate_experts_are_not() -> None:
+def test_equal_loads_overlap_and_separate_experts_do_not() -> None:
     gates = torch.full((4, 4), 0.25)
     experts = torch.tensor([[0], [1], [2], [3]])
     apart = Routing(gates.log(), gates, experts, torch.ones(4, 1))
     alike = Routing(gates.log(), gates, experts % 2, torch.ones(4, 1))
     is_image = torch.tensor([True, True, False, False])
-    assert (used(apart, is_image).consistency, used(apart, is_image).one_modality) == (0, 1)
-    assert (used(alike, is_image).consistency, used(alike, is_image).one_modality) == (1, 0)
+    assert (used(apart, is_image).overlap, used(apart, is_image).one_modality) == (0, 1)
+    assert (used(alike, is_image).overlap, used(alike, is_image).one_modality) == (1, 0)
     assert used(alike, is_image).image == [50, 50, 0, 0]  # experts without tokens serve no modality
 
 

@@ -32,7 +32,7 @@ from holdfast.train.question_scoring import (
     wrong_by_likelihood,
 )
 from holdfast.train.stages import after_stages
-from holdfast.train.vision_language_task import BLIND, GENERATED, PRIOR, VisionLanguageTask, reword, seeing_cells
+from holdfast.train.vision_language_task import BLIND, GENERATED, PRIOR, VIEWED, VisionLanguageTask, reword, seeing_cells
 
 NARROW = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 SMALL: dict[str, Any] = {
@@ -533,13 +533,13 @@ def test_routes_of_images_and_texts_equal_a_loop_over_single_questions(task: Vis
         before = routes_alone(model, ids, 2 * clean[at : at + 1] - 1)
         for layer, own in enumerate(before):
             for place, experts in enumerate(own):
-                is_image = len(own) == 16 or ids[place] == picture
+                is_image = layer < 2 or ids[place] == picture
                 loads.setdefault((layer, is_image), []).extend(experts)
         for one in seen.values():
             after = routes_alone(model, ids, 2 * one[at : at + 1] - 1)
             for layer, (old, new) in enumerate(zip(before, after, strict=True)):
                 for place in range(len(old)):
-                    modality = "image" if len(old) == 16 or ids[place] == picture else "text"
+                    modality = "image" if layer < 2 or ids[place] == picture else "text"
                     flips.setdefault((layer, f"{modality}_corrupted"), []).append(old[place] != new[place])
         (other,) = reword([test.questions[number]])
         words = written_out(task, other, number)
@@ -549,16 +549,17 @@ def test_routes_of_images_and_texts_equal_a_loop_over_single_questions(task: Vis
                 modality = "image" if ids[block.a + step] == picture else "text"
                 flip = before[2][block.a + step] != after[2][block.b + step]
                 flips.setdefault((2, f"{modality}_reworded"), []).append(flip)
-    assert [len(own) for own in before[:2]] == [16, 16] and len(found) == 3
+    assert [len(own) for own in before[:2]] == [task.encoder.patches] * 2 and len(found) == 3
     for layer, one in enumerate(found):
         for key in ("image_corrupted", "text_corrupted", "image_reworded", "text_reworded"):
             naive = flips.get((layer, key))
             assert one[key] == (None if naive is None else pytest.approx(np.mean(naive))), (layer, key)
-        assert (one["consistency"] is None) == (layer < 2)
+        assert (one["overlap"] is None) == (layer < 2)
+    assert all(one["image_corrupted"] > 0 for one in found) and found[2]["text_corrupted"] > 0
     assert found[2]["image_reworded"] == 0 < found[2]["text_reworded"]  # images come first, and nothing reads later tokens
     image, text = ([loads[2, modality].count(expert) for expert in range(4)] for modality in (True, False))
     overlap = sum(min(one / sum(image), other / sum(text)) for one, other in zip(image, text, strict=True))
-    assert found[2]["consistency"] == pytest.approx(overlap)
+    assert found[2]["overlap"] == pytest.approx(overlap)
 
 
 @pytest.mark.slow
@@ -667,3 +668,25 @@ def test_attacks_that_ask_some_questions_only_are_refused(task: VisionLanguageTa
     assert_refused("attack at least 1 question", attack_images, model, task, "pgd", budget=0.1, examples=0)
     assert_refused("use fgsm, pgd or routes", attack_images, model, task, "corruptions", budget=3)
     assert_refused("fgsm has no option restarts", attack_images, model, task, "fgsm", budget=0.1, restarts=2)
+
+
+def test_the_explorer_shows_patches_beside_words_and_what_a_corruption_changes(task: VisionLanguageTask, model: Any) -> None:
+    from holdfast.attacks import corrupt
+
+    view = task.view(model)
+    numbers, _, pixels = asked_with_pictures(task, 4)
+    test, shown, start = task.question_set.tests["test"], view.routes.perturbed["corruption"], 0
+    seen = [2 * one - 1 for one in (pixels, corrupt(pixels, VIEWED, severity=3).images)]
+    for at, (number, example) in enumerate(zip(numbers, view.examples, strict=True)):
+        ids = written_out(task, test.questions[number], number)
+        is_patch = [one == len(task.tokenizer) for one in ids]
+        assert [one == "▦" for one in example.pieces] == is_patch and sum(is_patch) == task.encoder.patches
+        clean, after = (routes_alone(model, ids, one[at : at + 1]) for one in seen)
+        for layer in range(3):
+            places = [place for place in range(len(ids)) if layer == 2 or is_patch[place]]  # the tower routes patches only
+            flips = dict(zip(shown.layers[layer].tokens, shown.layers[layer].experts, strict=True))
+            for place, old, new in zip(places, clean[layer], after[layer], strict=True):
+                assert set(view.routes.layers[layer].experts[start + place]) == old
+                assert set(flips.get(start + place, old)) == new
+        start += len(ids)
+    assert any(layer.tokens for layer in shown.layers)

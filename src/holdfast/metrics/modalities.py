@@ -2,11 +2,11 @@
 
 c_me is how often tokens of modality m (image or text) select expert e, and p_me = c_me / sum_e c_me. Then
 
-    consistency     sum_e min(p_image,e, p_text,e), from 0 (no expert in common) to 1 (both use experts alike)
+    overlap         sum_e min(p_image,e, p_text,e), from 0 (no expert in common) to 1 (both use experts alike)
     one modality    the share of experts with c_me > 0 for one modality only, among those that any token selected
 
 The survey of robust MoE asks for consistent routing across modalities (5.5) and shared experts (3.5), and gives no formula.
-The overlap of the two loads is a reading of it that needs no pairs of an image token and a text token. What the survey calls
+The overlap of both loads is a reading of it that needs no pairs of an image token and a text token. What the survey calls
 routing consistency in 5.2, the share of tokens that keep their experts under a perturbation, is in `RoutingChanges`.
 
 An expert that one token of the other modality selects counts as serving both. So the share of one modality falls with the
@@ -26,7 +26,7 @@ MODALITIES = ("text", "image")  # by number, as routers read them
 
 @dataclass(frozen=True)
 class Modalities:
-    consistency: float
+    overlap: float
     one_modality: float  # share of the experts that are used
     text: list[float]  # percent of text tokens that selected each expert
     image: list[float]  # the same of image tokens

@@ -339,7 +339,7 @@ def routing_table(results: Results) -> Table:
 
 
 MODALITY_COLUMNS = {  # of ModalityLayer
-    "routing consistency of images and texts": "consistency",
+    "overlap of the loads of images and texts": "overlap",
     "experts of one modality": "one_modality",
     "image tokens that flip, pictures corrupted": "image_corrupted",
     "text tokens that flip, pictures corrupted": "text_corrupted",
@@ -347,9 +347,9 @@ MODALITY_COLUMNS = {  # of ModalityLayer
     "text tokens that flip, questions reworded": "text_reworded",
 }
 MODALITY_NOTE = (
-    "Routing consistency: the overlap of the loads of image tokens and of text tokens, 100% if both use experts alike, 0% "
-    "if they have none in common. Experts of one modality: those that serve tokens of one modality only, among all that are "
-    "used. Flips: the share of tokens whose experts change; of reworded questions, tokens that are in both texts."
+    "Overlap: 100% if tokens of images and of texts use experts alike, 0% if they have none in common. Experts of one "
+    "modality: those that serve tokens of one modality only, among all that are used. Flips: the share of tokens whose "
+    "experts change; of reworded questions, tokens that are in both texts."
 )
 
 

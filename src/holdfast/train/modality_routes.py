@@ -1,8 +1,9 @@
 """How the tokens of images and of texts are routed in a vision-language model, and which of them flip, for each layer.
 
-    consistency, one_modality   how both share the experts of a layer (`metrics.modalities`), on clean inputs
+    overlap, one_modality       how both share the experts of a layer (`metrics.modalities`), on clean inputs
     image_CAUSE, text_CAUSE     the share of image tokens and of text tokens whose k experts change, by cause: "corrupted"
                                 pictures, "reworded" questions
+    image, text                 the loads of both, in percent
 
 A corrupted picture leaves all tokens in their places. A reworded question has other words, so only tokens of both texts are
 compared, those of the longest common blocks of token ids. Layers of a tower and of a connector have image tokens only, which
@@ -92,7 +93,7 @@ class ModalityRoutes:
                 f"{modality}_{cause}": None if (changes := _result_of(each[layer])) is None else changes.fluctuation
                 for (modality, cause), each in self.changes.items()
             }
-            shared = {"consistency": use and use.consistency, "one_modality": use and use.one_modality}
+            shared = {"overlap": use and use.overlap, "one_modality": use and use.one_modality}
             loads = {} if use is None else {"text": use.text, "image": use.image}
             found.append({"name": name, **shared, **flips, **loads})
         return found

@@ -250,7 +250,7 @@ class ModalityLayer:
     """How a layer routes tokens of images and of texts; shares, None where it has no such tokens."""
 
     name: str
-    consistency: float | None = None  # the overlap of both loads
+    overlap: float | None = None  # of the loads of both
     one_modality: float | None = None  # of experts that serve one modality only
     image_corrupted: float | None = None  # of image tokens that flip when the picture is corrupted
     text_corrupted: float | None = None

@@ -209,11 +209,14 @@ class RecordedRoutes:
 @final
 @dataclass(frozen=True)
 class Changed:
-    """Inputs that an attack has changed, and the rows of the tokens that it leaves alone: before, after."""
+    """Inputs that an attack has changed, and the rows of the tokens that it leaves alone: before, after.
+
+    Without `rows`, every token is in its place, as when a picture changes.
+    """
 
     about: str
     inputs: Inputs
-    rows: tuple[Tensor, Tensor]
+    rows: tuple[Tensor, Tensor] | None = None
 
 
 @torch.no_grad()
@@ -240,7 +243,8 @@ def shown_routes(
     perturbed = {"noise": _changes(recorded, noisy, rows, every).result(NOISE_ABOUT)}
     for name, one in (changed or {}).items():
         after = record_routes(model, one.inputs)
-        perturbed[name] = _changes(recorded, after, rows, [one.rows] * len(rows)).result(one.about)
+        same = every if one.rows is None else [one.rows] * len(rows)
+        perturbed[name] = _changes(recorded, after, rows, same).result(one.about)
     return Routes(layers, perturbed)
 
 

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
 
-from holdfast.attacks import CORRUPTIONS, misspell
+from holdfast.attacks import CORRUPTIONS, corrupt, misspell
 from holdfast.data import Document, ExampleOrder, Order, PixelScaling, QuestionSet, Tokenizer, question_set
 from holdfast.data.documents import Corpus
 from holdfast.data.encoded_questions import IGNORED, QuestionEncoder, Row
@@ -62,7 +62,7 @@ from holdfast.train.question_scoring import (
     wrong_by_likelihood,
 )
 from holdfast.train.recipe import Recipe, StagePart
-from holdfast.train.snapshots import record_routes, shown_routes
+from holdfast.train.snapshots import Changed, record_routes, shown_routes
 from holdfast.train.start import padding_token, start_model, start_scaling, start_tokenizer
 from holdfast.train.task import (
     AttackTable,
@@ -82,6 +82,7 @@ CONVERTED = ("rope_theta", "vision_use_head")  # entries that transformers reads
 PARTS = {"vision": "vision_tower", "connector": "multi_modal_projector", "language": "language_model"}  # modules of LLaVA
 VALIDATION = 512  # dialogues at most
 PROBE, VIEW, AUDIT, AUDIT_BATCH = 16, 4, 64, 16  # questions
+VIEWED = "fog"  # the corruption whose routes the Explorer shows
 STAGES = {  # and the parts that they train
     "vision": ("vision",),
     "language": ("language",),
@@ -376,8 +377,9 @@ class VisionLanguageTask(Task):
         found = {(name, one): answers(corrupted.images(name, one)) for name in CORRUPTIONS for one in severities}
         each = {name: fmean(error_of(found[name, one] != right) for one in severities) for name in CORRUPTIONS}
         every, clean = torch.stack(list(found.values())), answers(corrupted.pixels)
+        changed = float((every != clean).double().mean())
         counted = {"figure": fmean(each.values()), "clean": error_of(clean != right), "examples": len(asked)}
-        counted |= {"severities": severities, "predictions_changed": float((every != clean).double().mean())}
+        counted = {**counted, "severities": severities, "predictions_changed": changed}
         return {**counted, "each": each, "note": FROST, "per_example": per_image((every != right).double().mean(0))}
 
     def _corrupted_pictures(self) -> Corrupted:
@@ -454,7 +456,12 @@ class VisionLanguageTask(Task):
             own = ids[rows[rows // width == number]]
             texts = iter(token_texts(self.tokenizer.decode, own[own != self.encoder.picture].tolist()))
             examples.append(Example(["▦" if token == self.encoder.picture else next(texts) for token in own.tolist()]))
-        return View(examples, shown_routes(model, inputs, recorded, found))
+        pictures = [self.asked["test"][number].picture for number in self.seeing(count)]
+        pixels = self.question_set.tests["test"].pictures.pixels([one for one in pictures if one is not None])
+        severity = max(self.recipe.attack.severities)
+        other = {"pixel_values": self.scaling(corrupt(pixels, VIEWED, severity=severity, seed=ATTACK_SEED).images)}
+        changed = Changed(f"{VIEWED} of severity {severity} on each picture", {**inputs, **other})
+        return View(examples, shown_routes(model, inputs, recorded, found, {"corruption": changed}))
 
     def size_line(self, model: Any) -> str | None:
         return f"{self.width} tokens per dialogue, {self.encoder.patches} of them of its picture"
