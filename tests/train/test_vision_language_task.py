@@ -550,11 +550,11 @@ def test_routes_of_images_and_texts_equal_a_loop_over_single_questions(task: Vis
                 flip = before[2][block.a + step] != after[2][block.b + step]
                 flips.setdefault((2, f"{modality}_reworded"), []).append(flip)
     assert [len(own) for own in before[:2]] == [task.encoder.patches] * 2 and len(found) == 3
-    for layer, one in enumerate(found):
+    for layer, stored in enumerate(found):
         for key in ("image_corrupted", "text_corrupted", "image_reworded", "text_reworded"):
             naive = flips.get((layer, key))
-            assert one[key] == (None if naive is None else pytest.approx(np.mean(naive))), (layer, key)
-        assert (one["overlap"] is None) == (layer < 2)
+            assert stored[key] == (None if naive is None else pytest.approx(np.mean(naive))), (layer, key)
+        assert (stored["overlap"] is None) == (layer < 2)
     assert all(one["image_corrupted"] > 0 for one in found) and found[2]["text_corrupted"] > 0
     assert found[2]["image_reworded"] == 0 < found[2]["text_reworded"]  # images come first, and nothing reads later tokens
     image, text = ([loads[2, modality].count(expert) for expert in range(4)] for modality in (True, False))

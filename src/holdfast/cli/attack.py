@@ -21,8 +21,9 @@ class Attack(TestedModel):
     the model's vocabulary, swap them for the papers' AAA (for many models the unknown word, which is easy to predict), or
     misspell them. synonyms, guided-typos: the same share, but the words and their replacements that raise the loss of the
     model most: words that are near in the model's embeddings or in a table, or typos. fgsm, pgd, spsa: change pixels between
-    0 and 1, in the l_inf norm (--budget). adaptive: follow the routes beside the loss; universal: one perturbation for all
-    images. corruptions: apply all fifteen common corruptions, at severities from 1 to 5 (--budget).
+    0 and 1, in the l_inf norm (--budget); of pictures with questions, fgsm and pgd only. adaptive: follow the routes beside
+    the loss; universal: one perturbation for all images. corruptions: apply all fifteen common corruptions, at severities
+    from 1 to 5 (--budget).
     routes: find the smallest perturbations of router inputs that flip tokens, by layer (--budget, as a multiple of each
     router input's norm). In the same way, universal-routes looks for one perturbation that flips as many tokens as possible,
     expert pushes all tokens to one expert (--expert), overload gives one expert as many tokens as possible, and imbalance

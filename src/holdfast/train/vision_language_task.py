@@ -379,8 +379,14 @@ class VisionLanguageTask(Task):
         every, clean = torch.stack(list(found.values())), answers(corrupted.pixels)
         changed = float((every != clean).double().mean())
         counted = {"figure": fmean(each.values()), "clean": error_of(clean != right), "examples": len(asked)}
-        counted = {**counted, "severities": severities, "predictions_changed": changed}
-        return {**counted, "each": each, "note": FROST, "per_example": per_image((every != right).double().mean(0))}
+        how = {"severities": severities, "note": FROST}
+        return {
+            **counted,
+            **how,
+            "predictions_changed": changed,
+            "each": each,
+            "per_example": per_image((every != right).double().mean(0)),
+        }
 
     def _corrupted_pictures(self) -> Corrupted:
         """Return the pictures of the questions that are asked with corrupted pictures, in their order."""
