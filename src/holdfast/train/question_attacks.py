@@ -21,7 +21,7 @@ from holdfast.train.task import AttackTable, without_attack_warnings
 from holdfast.train.vision_language_task import VisionLanguageTask
 
 QUESTION_ATTACKS = ("fgsm", "pgd")
-BATCH = 16  # questions; a constant, so that random starts do not depend on the device
+BATCH = 16  # questions; a constant, because the random starts of PGD are those of places in a batch
 
 Batches = list[tuple[Callable[[Tensor], Tensor], Tensor, Tensor]]  # scores of options, pixels, right options
 
