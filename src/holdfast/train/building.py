@@ -32,8 +32,8 @@ from holdfast.hub.layers import (
     mixer_of,
     moe_family,
     moe_layers,
-    vision_language_family,
 )
+from holdfast.hub.parts import vision_language_family
 from holdfast.hub.replacements import SparseLayer
 from holdfast.hub.second_view import require_no_noise, require_views_differ
 from holdfast.hub.specs import LayerSpec
