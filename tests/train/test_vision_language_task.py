@@ -16,6 +16,7 @@ from wording import assert_refused
 from holdfast.data import Bytes, Question, Vocabulary
 from holdfast.data.encoded_questions import QuestionEncoder
 from holdfast.data.questions import Dialogue, cell_targets, prior_error
+from holdfast.data.scenes import scene
 from holdfast.hub import trace
 from holdfast.hub.layers import moe_layers
 from holdfast.train import Recipe, build_model, load_recipe, make_task, parse_routers
@@ -31,9 +32,11 @@ SMALL: dict[str, Any] = {
     "data.pictures": 60,
     "stages.vision.steps": 4,
     "stages.language.steps": 4,
+    "stages.captions.steps": 4,
     "stages.connector.steps": 4,
     "stages.vision.warmup": 0,
     "stages.language.warmup": 0,
+    "stages.captions.warmup": 0,
     "stages.connector.warmup": 0,
     "training.steps": 6,
     "training.batch": 8,
@@ -79,7 +82,7 @@ def written_out(task: VisionLanguageTask, question: Question, number: int) -> li
 
     words = put(question, number).text.removeprefix("<image>\n")
     ids = task.tokenizer.ids
-    return [*ids("USER:"), *[len(task.tokenizer)] * 16, *ids(words), *ids("ASSISTANT:")]
+    return [*ids("USER:"), *[len(task.tokenizer)] * 9, *ids(words), *ids("ASSISTANT:")]
 
 
 def log_likelihood(model: Any, ids: list[int], pixels: torch.Tensor, option: list[int]) -> float:
@@ -140,7 +143,7 @@ def test_the_score_has_the_prior_the_error_without_pictures_and_the_shift(task: 
     blind = 0
     for number, question in enumerate(test.questions):
         shown = list("ABCD") if question.lettered else list(question.options)
-        ids, grey = written_out(task, question, number), torch.zeros(1, 3, 32, 32)
+        ids, grey = written_out(task, question, number), torch.zeros(1, 3, 36, 36)
         naive = [log_likelihood(model, ids, grey, task.tokenizer.ids(option)) for option in shown]
         blind += naive.index(max(naive)) != task.asked["test"][number].right
     metrics = found["clean"]["metrics"]
@@ -209,6 +212,7 @@ def test_a_stage_trains_its_part_only_and_the_next_starts_where_it_ended(
     places = {
         "vision": ("vision_tower", "scene_heads"),
         "language": ("language_model", "lm_head"),
+        "captions": ("projector", "language_model", "lm_head"),
         "connector": ("projector",),
     }
     assert list(seen) == list(places)
@@ -245,7 +249,7 @@ def test_an_interrupted_stage_resumes_to_the_same_weights(
         after_stages(often, tmp_path / "part", 0)
     assert calls[-1].name == "language"
     resumed = after_stages(often, tmp_path / "part", 0).start
-    assert len(calls) == 6  # two of each stage; none is trained again
+    assert len(calls) == 8  # two of each stage; none is trained again
     assert whole is not None and resumed is not None
     assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
     other = after_stages(often.with_recipe(small(training__save_every=2)), tmp_path / "part", 1)
@@ -264,12 +268,12 @@ def test_the_loss_of_the_tower_is_that_of_shapes_and_colours_of_the_cells(task: 
         order = task.examples(0).order.at(range(3)).tolist()
         naive = 0.0
         for place, number in enumerate(order):
-            for patch in range(16):
-                shape, colour = scenes.cells[number, patch // 4, patch % 4].tolist()  # type: ignore[index]
+            for patch in range(9):
+                shape, colour = scenes.cells[number, patch // 3, patch % 3].tolist()  # type: ignore[index]
                 naive += float(cross_entropy(scores[place, patch, :5], torch.tensor(shape)))
                 naive += float(cross_entropy(scores[place, patch, 5:], torch.tensor(colour)))
-    assert float(found) == pytest.approx(naive / 48, rel=1e-5)
-    assert torch.equal(batch["labels"], cell_targets(scenes.cells[order], 4))  # type: ignore[index]
+    assert float(found) == pytest.approx(naive / 27, rel=1e-5)
+    assert torch.equal(batch["labels"], cell_targets(scenes.cells[order], 3))  # type: ignore[index]
     assert not hasattr(model, "scene_heads") and "forward" not in vars(model)
     assert all(parameter.requires_grad for parameter in model.parameters())
 
@@ -280,6 +284,19 @@ def test_texts_of_the_language_stage_have_no_picture_and_are_learned_whole(task:
     assert "pixel_values" not in batch and not bool((batch["input_ids"] == len(task.tokenizer)).any())
     real = batch["attention_mask"].bool()
     assert torch.equal(batch["labels"][real], batch["input_ids"][real]) and bool((batch["labels"][~real] == -100).all())
+
+
+def test_a_caption_names_what_is_in_each_cell(task: VisionLanguageTask) -> None:
+    stage = next(stage for stage in task.stages() if stage.name == "captions")
+    part, numbers = task.question_set.dialogues("train"), stage.task.examples(0).order.at(range(4)).tolist()
+    batch = stage.task.examples(0).__getitems__(range(4))
+    assert torch.equal(batch["pixel_values"], 2 * part.pictures.pixels(numbers) - 1)
+    for place, number in enumerate(numbers):
+        things, _ = scene(0, 0, number)
+        there = {(one.row, one.column): f"{one.colour} {one.shape}" for one in things}
+        wanted = [there.get((row, column), "no object") for row in range(3) for column in range(3)]
+        learned = batch["labels"][place]
+        assert task.tokenizer.decode(learned[learned >= 0].tolist()).split() == " ".join(wanted).split()
 
 
 # Recipes and runs
@@ -364,7 +381,13 @@ def test_a_folder_of_dialogues_is_trained_on_and_a_set_of_questions_is_scored(di
     from holdfast_command import main
 
     folder, test = dialogues / "llava", f"pope={dialogues / 'pope' / 'pope.json'}"
-    changes = {"data__source": str(folder), "data__pictures": None, "data__size": 32, "stages__vision": None}
+    changes = {
+        "data__source": str(folder),
+        "data__pictures": None,
+        "data__size": 36,
+        "stages__vision": None,
+        "stages__captions": None,
+    }
     assert_refused("has dialogues and no questions to score", make_task, small(**changes))
     recipe = small(**changes, data__tests=[test])
     task: Any = make_task(recipe)
@@ -380,8 +403,19 @@ def test_a_folder_of_dialogues_is_trained_on_and_a_set_of_questions_is_scored(di
     log = train(model, task, dialogues / "training", seed=0, k=2)
     assert len(log) == 6 and task.score(model)["clean"]["examples"] == 9
     out = dialogues / "run"
-    pairs = [f"data.source={folder}", f"data.tests=['{test}']", "data.size=32", "data.pictures=null", "stages.vision=null"]
-    pairs += [f"{key}={value}" for key, value in SMALL.items() if not key.startswith(("stages.vision", "data.pictures"))]
+    pairs = [
+        f"data.source={folder}",
+        f"data.tests=['{test}']",
+        "data.size=36",
+        "data.pictures=null",
+        "stages.vision=null",
+        "stages.captions=null",
+    ]
+    pairs += [
+        f"{key}={value}"
+        for key, value in SMALL.items()
+        if not key.startswith(("stages.vision", "stages.captions", "data.pictures"))
+    ]
     assert main(["train", "llava-tiny", "--router", "smoe", "--out", str(out), "--set", *pairs]) == 0
     assert main(["evaluate", str(out)]) == 2  # what a record names is not read
     assert main(["evaluate", str(out), "--source", test]) == 0

@@ -106,6 +106,7 @@ class Dialogues:
     dialogues: Sequence[Dialogue]
     # (N,G,G,2) int64 of drawn scenes: the shape and the colour in each cell of a grid over each picture, 0 for nothing
     cells: Tensor | None = None
+    captions: Sequence[Dialogue] = ()  # of drawn scenes: what is in each cell, in words
 
 
 @final

@@ -1,6 +1,6 @@
 """Drawn scenes with questions and answers: shapes of several colours on a grid, the same ones in every run.
 
-A picture is a grid of 4 x 4 cells with three to six objects, each one of `SHAPES` in one of `COLOURS`, on a dark background
+A picture is a grid of 3 x 3 cells with two to four objects, each one of `SHAPES` in one of `COLOURS`, on a dark background
 with noise. Places, sizes and brightness vary a little. There is one question for each picture, of one of these kinds:
 
     yes/no      is there a red circle ?                     half yes; for "no", the colour and the shape are both there
@@ -27,7 +27,18 @@ import torch
 from holdfast.data.datasets import DATASETS, Dataset
 from holdfast.data.draws import Draws
 from holdfast.data.images import ArrayImages, Images
-from holdfast.data.questions import TASK, YES_NO, Dialogues, Question, Questions, QuestionSet, as_dialogues, set_checksum
+from holdfast.data.questions import (
+    PICTURE,
+    TASK,
+    YES_NO,
+    Dialogue,
+    Dialogues,
+    Question,
+    Questions,
+    QuestionSet,
+    as_dialogues,
+    set_checksum,
+)
 
 SHAPES = ("circle", "square", "triangle", "cross")
 COLOURS = {
@@ -39,9 +50,9 @@ COLOURS = {
     "white": (225, 225, 225),
 }
 HELD_OUT = (("circle", "red"), ("square", "yellow"), ("triangle", "blue"), ("cross", "green"))
-GRID, SIZE, SMALLEST = 4, 32, 24  # cells per side; pixels per side
+GRID, SIZE, SMALLEST = 3, 36, 24  # cells per side; pixels per side
 TRAINING, VALIDATION, TEST = 8000, 512, 1200  # pictures
-FEWEST, MOST = 3, 6  # objects
+FEWEST, MOST = 2, 4  # objects
 SHIFT = "held-out combinations"
 KINDS = ("yes/no", "count", "colour", "shape", "place", "relation")
 PLACES = ("top left", "top right", "bottom left", "bottom right")
@@ -144,9 +155,9 @@ def _shape(scene: _Scene, first: tuple[str, str]) -> Question:
 
 
 def _place(scene: _Scene, first: tuple[str, str]) -> Question:
-    number, half = scene.draws.below(len(PLACES)), GRID // 2
-    row, column = divmod(number, 2)
-    scene.add(first, range(row * half, row * half + half), range(column * half, column * half + half))
+    number = scene.draws.below(len(PLACES))
+    row, column = ((GRID - 1) * half for half in divmod(number, 2))
+    scene.add(first, [row], [column])
     scene.fill(without_shape=[first[0]])
     return Question(0, f"where is the {first[1]} {first[0]} ?", PLACES[number], PLACES, "place")
 
@@ -182,6 +193,13 @@ def scene(*key: int, held_out: bool = False) -> tuple[list[Thing], Question]:
     made = _Scene(draws, others)
     question = _MAKE[kind](made, made.pick(asked))
     return made.things, question
+
+
+def caption(number: int, cells: torch.Tensor) -> Dialogue:
+    """Return the dialogue that names what is in each cell (G,G,2) of a picture, row by row."""
+    names = [("no", *COLOURS), ("object", *SHAPES)]
+    said = [f"{names[0][colour]} {names[1][shape]}" for shape, colour in cells.flatten(0, 1).tolist()]
+    return Dialogue(number, ((f"{PICTURE}\nwhat is in each place ?", " ".join(said)),))
 
 
 def draw(things: Sequence[Thing], draws: Draws, size: int = SIZE) -> npt.NDArray[np.uint8]:
@@ -232,7 +250,15 @@ def draw_set(*, size: int | None = None, count: int | None = None, seed: int = 0
                 place = torch.tensor([1 + SHAPES.index(thing.shape), 1 + list(COLOURS).index(thing.colour)])
                 cells[name][number, thing.row, thing.column] = place
         found[name] = ArrayImages(torch.from_numpy(pictures), torch.zeros(wanted, dtype=torch.int64)), questions
-    splits = {name: Dialogues(found[name][0], as_dialogues(found[name][1]), cells[name]) for name in ("train", "valid")}
+    splits = {
+        name: Dialogues(
+            found[name][0],
+            as_dialogues(found[name][1]),
+            cells[name],
+            [caption(number, one) for number, one in enumerate(cells[name])],
+        )
+        for name in ("train", "valid")
+    }
     tests = {name: Questions(*found[name]) for name in ("test", SHIFT)}
     return QuestionSet("scenes", f"{count:,} {ABOUT}", splits, tests, set_checksum(found), shifts=(SHIFT,))
 

@@ -284,6 +284,9 @@ class StagesPart:
 
     vision: StagePart | None = None  # the vision tower: what is in each cell of a drawn scene
     language: StagePart | None = None  # the language model: the texts, without pictures
+    captions: StagePart | None = (
+        None  # the connector and the language model: what is in each cell of a drawn scene, in words
+    )
     connector: StagePart | None = None  # the connector: the answers
 
 

@@ -15,6 +15,7 @@ questions of `data.tests` after the first, is a shifted test. The attack of a co
     vision      the vision tower and two linear heads learn which shape and which colour is in each patch of a drawn scene:
                 the sum of the two cross entropies. The heads are thrown away
     language    the language model learns the next token of the dialogues, without their pictures
+    captions    the connector and the language model learn to name what is in each cell of a drawn scene
     connector   the connector learns the answers; the tower and the language model are frozen
 
 Then the model is upcycled, and all of it learns the answers.
@@ -66,6 +67,12 @@ CONVERTED = ("rope_theta", "vision_use_head")  # entries that transformers reads
 PARTS = {"vision": "vision_tower", "connector": "multi_modal_projector", "language": "language_model"}  # modules of LLaVA
 VALIDATION = 512  # dialogues at most
 PROBE, VIEW, AUDIT, AUDIT_BATCH = 16, 4, 64, 16  # questions
+STAGES = {  # and the parts that they train
+    "vision": ("vision",),
+    "language": ("language",),
+    "captions": ("connector", "language"),
+    "connector": ("connector",),
+}
 PRIOR, BLIND, GENERATED = "error of the answer prior, %", "error without pictures, %", "error by generation, %"
 ABOUT = {
     PRIOR: "error of the most frequent answer of each kind of question",
@@ -118,9 +125,10 @@ class VisionLanguageTask(Task):
         part = self.recipe.data
         if self.recipe.model.checkpoint is not None:
             return start_tokenizer(self.recipe.model.checkpoint, part.tokens)
+        train = self.question_set.dialogues("train")
         said = (
             f"USER: {text.replace(PICTURE, '')} ASSISTANT: {answer}\n"
-            for one in self.question_set.dialogues("train").dialogues
+            for one in (*train.dialogues, *train.captions)
             for text, answer in one.turns
         )
         # Options are shown with letters: all letters and options are words of some training question.
@@ -225,29 +233,28 @@ class VisionLanguageTask(Task):
         return counts
 
     def stages(self) -> list[Stage]:
-        parts: dict[str, StagePart | None] = {
-            name: getattr(self.recipe.stages, name) for name in ("vision", "language", "connector")
-        }
+        parts: dict[str, StagePart | None] = {name: getattr(self.recipe.stages, name) for name in STAGES}
         return [self._stage(name, part) for name, part in parts.items() if part is not None]
 
     def _stage(self, name: str, part: StagePart) -> Stage:
         task = self.with_recipe(replace(self.recipe, training=part.training(self.recipe.training)))
         task.stage = name
-        prepare: Callable[[Any], AbstractContextManager[None]] = partial(only_part, part=name)
-        if name == "vision":
+        prepare: Callable[[Any], AbstractContextManager[None]] = partial(only_parts, parts=STAGES[name])
+        if name in ("vision", "captions"):
             if self.question_set.dialogues("train").cells is None:
                 raise ValueError(
-                    f"stages.vision learns what is in each cell of scenes, which {self.question_set.name} does not say: "
+                    f"stages.{name} learns what is in each cell of scenes, which {self.question_set.name} does not say: "
                     "use data.source=scenes, or a checkpoint without this stage."
                 )
-            prepare = seeing_cells
+            prepare = seeing_cells if name == "vision" else prepare
         return Stage(name, task, prepare)
 
     def examples(self, seed: int) -> Examples:
         part, training = self.question_set.dialogues("train"), self.recipe.training
         count = len(part.dialogues)
         order = Order(count, training.batch * training.accumulate, seed)
-        fetch = {None: self._answers, "connector": self._answers, "language": self._texts, "vision": self._cells}[self.stage]
+        own = {"language": self._texts, "vision": self._cells, "captions": self._captions}
+        fetch = own.get(str(self.stage), self._answers)
         return Examples(order, fetch, training.step_count(count))
 
     def _answers(self, order: ExampleOrder, places: Sequence[int]) -> Inputs:
@@ -268,6 +275,14 @@ class VisionLanguageTask(Task):
         inputs = self.encoder.batch(rows, self.width - self.encoder.patches)
         labels = torch.where(inputs["attention_mask"].bool(), inputs["input_ids"], IGNORED)
         return {**inputs, "labels": labels}
+
+    def _captions(self, order: ExampleOrder, places: Sequence[int]) -> Inputs:
+        """Return pictures with what is in each of their cells, in words. All captions have the same number of words."""
+        part = self.question_set.dialogues("train")
+        some = [part.captions[number] for number in order.at(places).tolist()]
+        rows, learned = zip(*(self.encoder.dialogue(one) for one in some), strict=True)
+        inputs = self.encoder.batch(rows, learned=learned)
+        return with_pictures(inputs, [one.picture for one in some], self._read(part.pictures))
 
     def _cells(self, order: ExampleOrder, places: Sequence[int]) -> Inputs:
         """Return training pictures with what is in each patch."""
@@ -436,12 +451,12 @@ def patch_tokens(model: Any) -> int:
 
 
 @contextmanager
-def only_part(model: Any, part: str) -> Iterator[None]:
-    """Inside the `with`, only one part of a LLaVA model is trained; the head belongs to the language model."""
+def only_parts(model: Any, parts: Sequence[str]) -> Iterator[None]:
+    """Inside the `with`, only some parts of a LLaVA model are trained; the head belongs to the language model."""
     before = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters():
         own = next((key for key, place in PARTS.items() if f"{place}." in name), "language")
-        parameter.requires_grad_(own == part)
+        parameter.requires_grad_(own in parts)
     yield
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(before[name])
@@ -454,7 +469,7 @@ def seeing_cells(model: Any) -> Iterator[None]:
 
     width, kinds = model.config.vision_config.hidden_size, (1 + len(SHAPES), 1 + len(COLOURS))
     plain, accepts = model.forward, getattr(model, "accepts_loss_kwargs", None)
-    with only_part(model, "vision"):
+    with only_parts(model, STAGES["vision"]):
         model.scene_heads = nn.Linear(width, sum(kinds)).to(model.device)
 
         def forward(self: Any, pixel_values: Tensor, labels: Tensor) -> dict[str, Tensor]:
