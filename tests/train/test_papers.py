@@ -24,7 +24,7 @@ from holdfast.report.comparison_tables import our_figure, published_table
 from holdfast.report.curves import curves
 from holdfast.report.plots import plots
 from holdfast.stored import without_nan
-from holdfast.train import Recipe, RouterChoice, load_recipe
+from holdfast.train import Recipe, RouterChoice, load_recipe, papers
 from holdfast.train.building import build_model, put_router
 from holdfast.train.papers import Column, PaperRun, Published, find_preset, find_presets, load_papers, resolve
 from holdfast.train.papers.cost import RATE, gpu_hours, training_flops
@@ -39,15 +39,19 @@ FILES = {"symphony": "000", "mutual": "001", "acmoe": "002", "smoothing": "003"}
 PRESETS = {f"{name}:{key}": preset for name, paper in load_papers().items() for key, preset in paper.presets.items()}
 TRAINED = [name for name, preset in PRESETS.items() if preset.recipe is not None]
 STARTED = [name for name in TRAINED if PRESETS[name].start is not None]
-CHECKPOINTS = {"bert-large": ("bert", 24), "Phi-3": ("phi3", 32), "deit": ("vit", 12)}  # family, layers
+CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {  # family and config
+    "bert-large": ("bert", {"num_hidden_layers": 24}),
+    "Phi-3": ("phi3", {"num_hidden_layers": 32, "pad_token_id": 0}),
+    "deit": ("vit", {"num_hidden_layers": 12}),
+    "dense-llava": ("llava", load_recipe("llava").model.config),
+}
 
 
 def build_on_meta(recipe: Recipe, choice: RouterChoice) -> None:
     """Build the recipe's model with the router as the preflight of a comparison does, but without its data."""
     family, entries = recipe.model.family, recipe.model.config
-    if recipe.model.checkpoint is not None:  # of its family, with its number of layers
-        family, layers = next(value for key, value in CHECKPOINTS.items() if key in str(recipe.model.checkpoint))
-        entries = {"num_hidden_layers": layers, "pad_token_id": 0}
+    if recipe.model.checkpoint is not None:  # of its family, with its layers
+        family, entries = next(value for key, value in CHECKPOINTS.items() if key in str(recipe.model.checkpoint))
     config = transformers.AutoConfig.for_model(family, **entries)
     kind = getattr(transformers, HEADS["images" if recipe.task == "domains" else recipe.task])
     with torch.device("meta"):
@@ -247,11 +251,17 @@ def test_names_and_mistakes() -> None:
     assert_refused("did you mean 'acmoe'", find_presets, "acmo")
     assert_refused("did you mean 'table1'", find_presets, "acmoe:tabel1")
     assert_refused("has a command of its own; run: holdfast plan", find_preset, "acmoe:table7-switch")
-    assert_refused("cannot be run here, it has only the published figures. Missing: A task", find_preset, "smoothing:table5")
     recipe, _, _ = resolve("acmoe:table4-top2", {"training.steps": 2}, rehearse=True)
     assert recipe.training.warmup == 0  # as long as the rehearsal's would not end
     assert_refused("only the experiment of a paper has a rehearsal", holdfast.compare, "smoe", rehearse=True)
     assert_refused("has its own recipe and routers", holdfast.compare, "smoe", paper="acmoe:table9")
+
+
+def test_a_preset_without_a_recipe_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    paper = load_papers()["smoothing"]
+    bare = replace(paper.presets["table5"], recipe=None, needs=["A task with images and text."])
+    monkeypatch.setattr(papers, "load_papers", lambda: {"smoothing": replace(paper, presets={"table5": bare})})
+    assert_refused("cannot be run here, it has only the published figures. Missing: A task", find_preset, "smoothing:table5")
 
 
 def test_a_change_of_an_exact_preset_is_a_deviation() -> None:
@@ -296,7 +306,7 @@ def test_every_preset_can_be_shortened_and_says_so() -> None:
         recipe, _, record = resolve(name, {"training.steps": 3000, **start})
         recipe.training.rate_factor(3000)  # raises if the warm-up is as long as the run
         assert recipe.training.warmup < 3000 and recipe.training.epochs is None
-        assert re.fullmatch(r"training.steps is 3000 instead of \d+( epochs)?\.", record.deviations[0])
+        assert re.fullmatch(r"training.steps is 3000 instead of [\d.]+( epochs)?\.", record.deviations[0])
         assert not any("MiniLM" in sentence for sentence in record.deviations[:3])
 
 
@@ -328,6 +338,9 @@ def test_columns_name_numbers_that_cells_have() -> None:
     assert {path[1] for path in paths if path[0] == "trials"} | attacks <= {"PGD", "FGSM", "SPSA", "corruptions"}
     of_tests = {path for path in paths if path[0] in ("clean", "trials")}
     assert {path[-1] for path in of_tests if path[1] != "routing"} == {"top5"}
+    of_sets = {name.partition("shift:")[2] for name in ours if " " in name.partition("shift:")[2]}
+    tests = {one for name in TRAINED for one in PRESETS[name].set.get("data.tests", [])}
+    assert of_sets and of_sets <= {f"{one.partition('=')[0]} {Path(one.partition('=')[2]).stem}" for one in tests}
     of_files = {path[3] for path in paths if path[:3] == ("shifts", "imagenet-c", "errors")}
     assert of_files == set(CORRUPTIONS)
 
@@ -476,6 +489,24 @@ def test_every_preset_has_hours() -> None:
     # over 28,996 words; each costs 6 FLOPs a token.
     flops = 6 * (24 * 12.6e6 + 8.4e6 + 28_996 * 1024) * 128 * 2_490 * 10 * find_preset("smoothing:table2-rte").cells
     assert gpu_hours("smoothing:table2-rte") == pytest.approx(flops / RATE / 3600, rel=0.05)
+
+
+def test_hours_of_a_vision_language_model_are_those_of_its_weights_and_attention() -> None:
+    """Six FLOPs for each weight and token; attention has 12 for each width and pair of tokens, half of them if causal."""
+    patches, layers = 256, {"tower": 27, "sparse": 26, "language": 32}
+    tokens = 2048 + patches
+    language = layers["language"] * (4 * 3072**2 + 3 * 3072 * 8192) + 3072 * 32_064
+    network, connector = 2 * 1152 * 4304, 1152 * 3072 + 3072**2
+    tower = layers["tower"] * (4 * 1152**2 + network) + layers["sparse"] * network + 3 * 14 * 14 * 1152
+    weights = 6 * (language * tokens + (tower + 2 * connector) * patches)
+    attention = 6 * tokens**2 * 3072 * layers["language"] + 12 * patches**2 * 1152 * layers["tower"]
+    recipe = load_recipe("llava", {"data.source": "LLaVA-665K/", "training.batch": 40})
+    steps = recipe.training.step_count(598_768)
+    assert training_flops(recipe) == pytest.approx(40 * steps * (weights + attention), rel=0.01)
+    preset = find_preset("symphony:table10")  # half an epoch, with the sizes of the recipe
+    assert gpu_hours("symphony:table10") == pytest.approx(
+        40 * 7485 * (weights + attention) * preset.cells / RATE / 3600, rel=0.01
+    )
 
 
 def test_a_model_is_trained_for_every_domain_that_is_held_out() -> None:

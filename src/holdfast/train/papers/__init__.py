@@ -37,7 +37,7 @@ ALTERNATIVES = {"training.epochs": "training.steps", "training.steps": "training
 PAPERS = ("symphony", "mutual", "acmoe", "smoothing")
 OF_CELLS: dict[str, Callable[[list[float]], float]] = {"cell": fmean, "lowest": min, "highest": max}
 # A number of our results.
-OURS = re.compile(r"(100 [-*] )?(parameters|clean|attacked|bits|(shift|attack|cell|lowest|highest):[\w.-]+)")
+OURS = re.compile(r"(100 [-*] )?(parameters|clean|attacked|bits|(shift|attack|cell|lowest|highest):[\w. -]+)")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from typing import Any
 
@@ -13,7 +13,7 @@ from holdfast.train.papers import find_preset
 from holdfast.train.recipe import ModelPart, Recipe, load_recipe
 
 RATE = 8e13  # FLOPs a second: an H200 that trained six models of 32 million parameters on enwik8 at a time had this rate
-EXAMPLES = {  # training images, or texts, of sources that epochs are counted of
+EXAMPLES = {  # training images, texts or dialogues of sources that epochs are counted of
     "imagenet": 1_281_167,
     "cifar10": 50_000,
     "banking77": 10_003,
@@ -27,6 +27,7 @@ EXAMPLES = {  # training images, or texts, of sources that epochs are counted of
     "sst5": 8_544,
     "stsb": 5_749,
     "wnli": 635,
+    "LLaVA-665K": 598_768,  # without the tenth that is held out for validation
 }
 BERT = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
 DEIT = {"hidden_size": 384, "num_hidden_layers": 12, "num_attention_heads": 6, "intermediate_size": 1536}
@@ -41,8 +42,8 @@ CHECKPOINTS = {  # of the hub: family and sizes, so that hours are counted witho
 def gpu_hours(name: str) -> float | None:
     """Return about how many hours all routers and seeds of a preset train on one GPU; None if this cannot be counted.
 
-    Every router is counted as the plain one, and the GPU as one that computes with `RATE`. Labelled texts are counted as if
-    all were as long as the longest.
+    Every router is counted as the plain one, and the GPU as one that computes with `RATE`. Labelled texts and dialogues are
+    counted as if all were as long as the longest, and every dialogue with a picture.
     """
     preset = find_preset(name)
     assert preset.recipe is not None
@@ -53,7 +54,7 @@ def gpu_hours(name: str) -> float | None:
         first = load_recipe(before.recipe, before.set)
         recipe = replace(recipe, model=replace(first.model, config=_sizes(first)), sparse=first.sparse)
     elif recipe.model.checkpoint is not None:
-        recipe = replace(recipe, model=CHECKPOINTS.get(recipe.model.checkpoint, recipe.model))
+        recipe = replace(recipe, model=CHECKPOINTS.get(recipe.model.checkpoint, load_recipe(preset.recipe).model))
     flops = training_flops(recipe)
     return None if flops is None else flops * preset.cells / RATE / 3600
 
@@ -63,6 +64,8 @@ def _sizes(recipe: Recipe) -> dict[str, Any]:
     data, sizes = recipe.data, dict(recipe.model.config)
     if recipe.task == "text":
         sizes["vocab_size"] = 256 if data.tokens == "bytes" else data.vocabulary or 50_000
+    elif recipe.task == "vision-language":
+        sizes["vision_config"] = {"image_size": data.size, **sizes["vision_config"]}
     elif recipe.task != "labels" and data.size is not None:
         sizes["image_size"] = data.size
     return sizes
@@ -81,6 +84,8 @@ def training_flops(recipe: Recipe) -> float | None:
     if training.steps is None and examples is None:
         return None
     examples_seen = training.step_count(examples or 0) * training.batch * training.accumulate
+    if recipe.task == "vision-language":
+        return examples_seen * _dialogue_flops(json.dumps([asdict(recipe.sparse), sizes, data.length]))
     try:
         with warnings.catch_warnings(action="ignore"):
             change = {name: getattr(sparse, name) for name in ("experts", "k", "layers", "hidden")}
@@ -114,3 +119,47 @@ def _image_flops(family: str, sizes: str, k: int, layers: str) -> float:
     counts = {name.partition(".")[2]: sum(by_operator.values()) for name, by_operator in counter.get_flop_counts().items()}
     more = sum(counts[names[index]] for index in choose_layers(json.loads(layers), len(names)))
     return 3 * (counter.get_total_flops() + (k - 1) * more)  # a backward costs two forwards
+
+
+@cache
+def _dialogue_flops(described: str) -> float:
+    """Return the FLOPs of training a LLaVA model on a dialogue with a picture, once for equal models.
+
+    The language model is counted by the plan. Tower and connector are counted as in `_image_flops`: a sparse layer runs k
+    networks, each with a product of two numbers, and their sum, for every weight and patch.
+
+    described    JSON of the recipe's section `sparse`, the model's sizes and the number of tokens of text
+    """
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    from holdfast.hub.convert import choose_in_parts
+    from holdfast.hub.layers import dense_layers
+
+    sparse, sizes, length = json.loads(described)
+    parts, k = sparse["parts"] or ["language"], sparse["k"] or 2
+    config = AutoConfig.for_model("llava", **sizes)
+    with torch.device("meta"), warnings.catch_warnings(action="ignore"):
+        model = AutoModelForImageTextToText.from_config(config)
+        size = config.vision_config.image_size
+        with FlopCounterMode(display=False) as counter:
+            model.model.get_image_features(torch.empty(1, config.vision_config.num_channels, size, size))
+    patches = (size // config.vision_config.patch_size) ** 2
+    found = [layer for layer in dense_layers(model).values() if layer.of_images and layer.part in parts]
+    networks = [model.get_submodule(layer.name) for layer in choose_in_parts(sparse["layers"], found)]
+    weights = sum(one.numel() for network in networks for one in network.parameters() if one.dim() > 1)
+    of_picture = 3 * (counter.get_total_flops() + (k - 1) * 2 * weights * patches)
+
+    text = dict(sizes["text_config"])
+    planned = plan(
+        text.pop("model_type"),
+        ["smoe"],
+        experts=sparse["experts"],
+        k=k if "language" in parts else 1,
+        layers=sparse["layers"] if "language" in parts else "all",
+        hidden=sparse["hidden"],
+        sizes=text,
+        workload=Workload(sequence=length + patches),
+    )
+    return of_picture + planned.columns[0].training.total * planned.sequence
