@@ -33,7 +33,7 @@ from holdfast.routing.bounds import ABOVE
 from holdfast.routing.declarations import NoCertificate, best
 
 MOST_ELEMENTS = 2**22  # of the largest tensor; more tokens are processed in several steps
-WRONG_WEIGHT = 1e-3  # a larger difference between a declared and a computed weight is not rounding
+WRONG_WEIGHT = 1e-3  # a larger difference of a declared and a computed weight is neither rounding of it nor of logits
 TENSORS = ("radii", "bound", "change", "reach", "lengths", "real")  # of `OutputCertificate`
 CHANGES = (0.01, 0.1, 0.5, 1.0)  # relative changes of which `summary` says the share of tokens
 
@@ -139,10 +139,14 @@ def certify_output(
     sets = torch.cat([problem.conditions.chosen for _, problem in described.problems()]) if described.real.numel() else None
     computed = None
     if isinstance(parts.router, Router):
+        assert arithmetic is not None
         batch = tokens.detach().unsqueeze(0) if tokens.dim() == 2 else tokens.detach()
         routing = parts.router(batch, context)
         computed = routing.dense_weights / parts.router.scale
         sets = routing.chosen if shares.equal else sets
+        steepest = 1 + (shares.slope if shares.width > 0 else 0.0)  # how fast a weight can follow a logit, or a gap
+        errors = 2 * steepest * described.scoring.value_errors(arithmetic, None).amax(1)
+        allowed = WRONG_WEIGHT * computed.abs().amax(1).clamp_min(1) + errors
     rows = tokens.detach().reshape(-1, tokens.shape[-1]).where(described.real.view(-1, 1), 0.0).double()
     lengths = rows.norm(dim=1) if relative else torch.ones_like(rows[:, 0])
     limits = torch.tensor(given, dtype=torch.float64, device=rows.device) * lengths.unsqueeze(1)
@@ -157,7 +161,7 @@ def certify_output(
             moving = replace(moving, chosen=best(moving.keys, shares.best))
         if computed is not None:
             apart = (moving.mass * moving.weights - computed[at]).abs().amax(1)
-            wrong = (apart > WRONG_WEIGHT) & sure[at] & described.real.flatten()[at]
+            wrong = (apart > allowed[at]) & sure[at] & described.real.flatten()[at]
             if wrong.any():
                 how = f"{int(wrong.sum())} tokens have other weights than the router's parts declare, beyond rounding error"
                 raise ValueError(f"{how}; a router with wrong declarations cannot be certified.")
