@@ -478,3 +478,39 @@ def test_an_expert_graph_of_zeros_is_refused(weights: str) -> None:
     router = holdfast.create_router("symphony", dim=8, experts=4, k=2, weights=weights).eval()
     with pytest.raises(NoCertificate, match="all entries of its expert graph are 0"):
         certify_output(without_experts(router), torch.randn(1, 5, 8, generator=generator(0)), [0.1])
+
+
+class Hundredfold(FeedForward):
+    """A shared expert with the submodules of another one, that computes something else."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return 100 * super().forward(tokens)
+
+
+class HundredfoldExperts(holdfast.Experts):
+    def forward(self, *arguments: Any, **options: Any) -> Tensor:
+        return 100 * super().forward(*arguments, **options)
+
+
+@pytest.mark.parametrize("which", ["experts", "shared", "hook"])
+def test_a_layer_that_computes_something_else_than_its_parts_is_refused(which: str) -> None:
+    torch.manual_seed(0)
+    router = holdfast.create_router("smoe", dim=8, experts=4, k=2)
+    experts = HundredfoldExperts(8, 8, 4) if which == "experts" else holdfast.Experts(8, 8, 4)
+    shared = Hundredfold(8, 8) if which == "shared" else FeedForward(8, 8)
+    layer, tokens = holdfast.MoE(router, experts, shared).eval(), torch.randn(9, 8)
+    if which == "hook":
+        layer.shared.register_forward_hook(lambda module, given, output: 100 * output)  # type: ignore[union-attr]
+    with pytest.raises(NoCertificate, match="its output is not that of its router, its experts and a shared expert"):
+        certify_output(layer, tokens, [0.1])
+
+
+def test_a_negative_scale_of_weights_has_the_bound_of_a_positive_one() -> None:
+    torch.manual_seed(0)
+    layer = holdfast.MoE(holdfast.create_router("smoe", dim=8, experts=4, k=2), holdfast.Experts(8, 8, 4))
+    found = []
+    for scale in (2.0, -2.0):
+        layer.eval().router.scale = scale
+        tokens = torch.randn(5, 8, generator=generator(0))
+        found.append(certify_output(layer, tokens, [0.1]).bound)
+    assert torch.equal(*found) and (found[0] > 0).all()

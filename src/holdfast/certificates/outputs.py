@@ -35,6 +35,7 @@ from holdfast.routing.declarations import NoCertificate, best
 MOST_ELEMENTS = 2**22  # of the largest tensor; more tokens are processed in several steps
 WRONG_WEIGHT = 1e-3  # a larger difference of a declared and a computed weight is neither rounding of it nor of logits
 TENSORS = ("radii", "bound", "change", "reach", "lengths", "real")  # of `OutputCertificate`
+OTHER_OUTPUT = 0.05  # a larger difference, relative to an output's length and as a median over tokens, is not rounding
 CHANGES = (0.01, 0.1, 0.5, 1.0)  # relative changes of which `summary` says the share of tokens
 
 
@@ -53,6 +54,8 @@ class LayerWithParts(Protocol):
     """A layer that declares its parts, as `holdfast.MoE` does."""
 
     def output_parts(self) -> LayerParts: ...
+
+    def __call__(self, tokens: Tensor, context: Context | None = None) -> tuple[Tensor, Any]: ...
 
 
 @final
@@ -168,6 +171,8 @@ def certify_output(
         results.append(_bounds(parts, moving, rows[at], limits[at]))
     shape = tokens.shape[:-1]
     bound, change, reach, outputs = (torch.cat(each) for each in zip(*results, strict=True))
+    if not isinstance(layer, LayerParts):
+        _require_output(layer, tokens, context, outputs, described.real.flatten())
     return OutputCertificate(
         limits.view(*shape, -1),
         bound.view(*shape, -1),
@@ -191,13 +196,13 @@ def _bounds(parts: LayerParts, moving: WeightChange, rows: Tensor, limits: Tenso
     experts = parts.experts.at(rows)
     shared = None if parts.shared is None else parts.shared.at(rows)
     apart = torch.cdist(experts.outputs, experts.outputs, compute_mode="donot_use_mm_for_euclid_dist")  # (T,E,E)
-    alone, scale = experts.outputs.norm(dim=-1), parts.scale * moving.mass
+    alone, scale = experts.outputs.norm(dim=-1), abs(parts.scale) * moving.mass
     bounds, changes, reaches = [], [], []
     for radius in limits.unbind(1):
         moves = experts.move(radius)
         if moving.alone:
             reach, each, largest = moving.each(radius)
-            bound = parts.scale * ((each * alone).sum(1) + (largest * moves).sum(1))
+            bound = scale * ((each * alone).sum(1) + (largest * moves).sum(1))
             bounds.append((bound if shared is None else bound + shared.move(radius).squeeze(1)) * ABOVE)
             changes.append(each.sum(1) / 2)
             reaches.append(reach)
@@ -212,9 +217,20 @@ def _bounds(parts: LayerParts, moving: WeightChange, rows: Tensor, limits: Tenso
         bounds.append((bound if shared is None else bound + shared.move(radius).squeeze(1)) * ABOVE)
         changes.append(moving.mass * change)
         reaches.append(reach)
-    outputs = scale * (moving.weights.unsqueeze(-1) * experts.outputs).sum(1)
+    outputs = parts.scale * moving.mass * (moving.weights.unsqueeze(-1) * experts.outputs).sum(1)
     outputs = outputs if shared is None else outputs + shared.outputs.squeeze(1)
     return torch.stack(bounds, 1), torch.stack(changes, 1), torch.stack(reaches, 1), outputs
+
+
+def _require_output(
+    layer: LayerWithParts, tokens: Tensor, context: Context | None, declared: Tensor, real: Tensor
+) -> None:
+    """Raise NoCertificate if a layer computes something else than its parts, as classes of one's own or hooks may."""
+    computed = layer(tokens.detach(), context)[0].flatten(0, -2).double()
+    apart = ((computed - declared).norm(dim=1) / declared.norm(dim=1))[real].nan_to_num(nan=0.0)
+    if len(apart) and bool(apart.median() > OTHER_OUTPUT):
+        computes = "its output is not that of its router, its experts and a shared expert"
+        raise NoCertificate(f"no bound of the output is known for this {type(layer).__name__}: {computes}")
 
 
 def _at_a_time(parts: LayerParts) -> int:
