@@ -292,5 +292,5 @@ def test_noise_of_an_image_is_added_before_the_normalisation_and_not_clipped(dig
 def test_the_stored_lines_are_the_examples(tmp_path: Path) -> None:
     report = certify([folder_of_weights(tmp_path / "smoe")], tmp_path / "out", FakeTask(PLACES))
     head, *lines = map(json.loads, (tmp_path / "out" / "cells" / "smoe.jsonl").read_text().splitlines())
-    assert head["examples"] == 5 and head["data"] == {"name": "toy"}
+    assert head["examples"] == 5 and head["data"] == {"name": "toy", "shape": [2]}
     assert lines == [asdict(one) for one in report.models[0].examples]

@@ -222,9 +222,7 @@ def _bounds(parts: LayerParts, moving: WeightChange, rows: Tensor, limits: Tenso
     return torch.stack(bounds, 1), torch.stack(changes, 1), torch.stack(reaches, 1), outputs
 
 
-def _require_output(
-    layer: LayerWithParts, tokens: Tensor, context: Context | None, declared: Tensor, real: Tensor
-) -> None:
+def _require_output(layer: LayerWithParts, tokens: Tensor, context: Context | None, declared: Tensor, real: Tensor) -> None:
     """Raise NoCertificate if a layer computes something else than its parts, as classes of one's own or hooks may."""
     computed = layer(tokens.detach(), context)[0].flatten(0, -2).double()
     apart = ((computed - declared).norm(dim=1) / declared.norm(dim=1))[real].nan_to_num(nan=0.0)

@@ -157,7 +157,9 @@ def _certify_model(
     data = json.loads(json.dumps(task.describe()["data"]))  # as it is read again
     described = Head(weights, len(numbers), task.noise_unit, data)
     if head is not None and head != described:
-        raise ValueError(f"{file} is of other test data than {named.path} has now; remove the file, or choose another --out.")
+        raise ValueError(
+            f"{file} is of other test data than {named.path} has now; remove the file, or choose another --out."
+        )
     head = described
     lock.require(file)
     # Written again: a killed process may have left half a line.
