@@ -453,3 +453,64 @@ def test_shares_count_tokens_whose_output_changes_by_at_most_that_part_of_its_le
     expected = [sum(float(ratio[t, place]) <= 0.2 for t in range(30)) / 30 for place in range(2)]
     assert found.share(0.2) == pytest.approx(expected)
     assert [row["radius"] for row in summary_rows(found)] == [0.01, 0.1]
+
+
+@pytest.mark.parametrize("name", ["remoe", "smoe", "smooth"])
+def test_rounding_of_huge_logits_is_not_taken_for_a_wrong_declaration(name: str) -> None:
+    """float32 holds a logit of 10,000 with an error of 0.001, and weights follow it."""
+    router = holdfast.create_router(name, dim=64, experts=6, k=2).eval()
+    assert isinstance(router.score, nn.Module)
+    with torch.no_grad():
+        weight = router.score.get_parameter("weight").normal_(std=0.05, generator=generator(0))
+        weight[1] = weight[0] + 1e-3 * weight[2]
+        weight[:, 0] = torch.tensor([1.02, 1.02, 1, 1, 1, 1])
+    tokens = torch.randn(200, 64, generator=generator(1))
+    tokens[:, 0] *= 10_000
+    declared = tokens.double() @ weight.double().t()
+    assert (declared - router.score(tokens.unsqueeze(0), Context())[0]).abs().max() > 1e-3
+    found = certify_output(without_experts(router), tokens, [0.01])
+    assert found.change.isfinite().all()
+
+
+@pytest.mark.parametrize("weights", ["softmax", "switch"])
+def test_an_expert_graph_of_zeros_is_refused(weights: str) -> None:
+    """All gates and weights are 0 then, as in a new `symphony`, and there are no logarithms of gates."""
+    router = holdfast.create_router("symphony", dim=8, experts=4, k=2, weights=weights).eval()
+    with pytest.raises(NoCertificate, match="all entries of its expert graph are 0"):
+        certify_output(without_experts(router), torch.randn(1, 5, 8, generator=generator(0)), [0.1])
+
+
+class Hundredfold(FeedForward):
+    """A shared expert with the submodules of another one, that computes something else."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return 100 * super().forward(tokens)
+
+
+class HundredfoldExperts(holdfast.Experts):
+    def forward(self, *arguments: Any, **options: Any) -> Tensor:
+        return 100 * super().forward(*arguments, **options)
+
+
+@pytest.mark.parametrize("which", ["experts", "shared", "hook"])
+def test_a_layer_that_computes_something_else_than_its_parts_is_refused(which: str) -> None:
+    torch.manual_seed(0)
+    router = holdfast.create_router("smoe", dim=8, experts=4, k=2)
+    experts = HundredfoldExperts(8, 8, 4) if which == "experts" else holdfast.Experts(8, 8, 4)
+    shared = Hundredfold(8, 8) if which == "shared" else FeedForward(8, 8)
+    layer, tokens = holdfast.MoE(router, experts, shared).eval(), torch.randn(9, 8)
+    if which == "hook":
+        layer.shared.register_forward_hook(lambda module, given, output: 100 * output)  # type: ignore[union-attr]
+    with pytest.raises(NoCertificate, match="its output is not that of its router, its experts and a shared expert"):
+        certify_output(layer, tokens, [0.1])
+
+
+def test_a_negative_scale_of_weights_has_the_bound_of_a_positive_one() -> None:
+    torch.manual_seed(0)
+    layer = holdfast.MoE(holdfast.create_router("smoe", dim=8, experts=4, k=2), holdfast.Experts(8, 8, 4))
+    found = []
+    for scale in (2.0, -2.0):
+        layer.eval().router.scale = scale
+        tokens = torch.randn(5, 8, generator=generator(0))
+        found.append(certify_output(layer, tokens, [0.1]).bound)
+    assert torch.equal(*found) and (found[0] > 0).all()

@@ -77,7 +77,7 @@ class FakeTask:
         self.places, self.stop, self.data, self.made = places, stop, data, list[int]()
 
     def describe(self) -> dict[str, Any]:
-        return {"data": {"name": self.data}}
+        return {"data": {"name": self.data, "shape": (2,)}}  # JSON has no tuples
 
     def noisy_examples(self, model: Any, count: int) -> tuple[list[int], Callable[[int], NoisyExample]]:
         def example(number: int) -> NoisyExample:
@@ -161,8 +161,21 @@ def test_what_does_not_belong_to_a_run_is_refused(tmp_path: Path) -> None:
     assert_refused("other test data", certify, [model, other], out, FakeTask(PLACES, data="more"))
     folder_of_weights(tmp_path / "smoe", b"trained again")
     assert_refused("is of another model", certify, [model], out, FakeTask(PLACES))
+    folder_of_weights(tmp_path / "smoe")
+    (tmp_path / "smoe" / "config.json").write_text('{"k": 1}')  # the same weights, with fewer experts
+    assert_refused("is of another model", certify, [model], out, FakeTask(PLACES))
     (out / "cells" / "smoe.jsonl").write_text('{"weights": 1}\n')
     assert_refused("is damaged", certify, [model], out, FakeTask(PLACES))
+
+
+def test_a_stopped_run_does_not_go_on_with_other_test_data(tmp_path: Path) -> None:
+    model, out = folder_of_weights(tmp_path / "smoe"), tmp_path / "out"
+    with pytest.raises(Interrupted):
+        certify([model], out, FakeTask(PLACES, stop=3))
+    before = (out / "cells" / "smoe.jsonl").read_text()
+    assert_refused("is of other test data", certify, [model], out, FakeTask(PLACES, data="more"))
+    assert_refused("is of other test data", certify, [model], out, FakeTask(PLACES[:4]))
+    assert (out / "cells" / "smoe.jsonl").read_text() == before
 
 
 def test_a_router_that_reads_other_copies_is_refused_or_skipped_beside_others(tmp_path: Path) -> None:
@@ -279,5 +292,5 @@ def test_noise_of_an_image_is_added_before_the_normalisation_and_not_clipped(dig
 def test_the_stored_lines_are_the_examples(tmp_path: Path) -> None:
     report = certify([folder_of_weights(tmp_path / "smoe")], tmp_path / "out", FakeTask(PLACES))
     head, *lines = map(json.loads, (tmp_path / "out" / "cells" / "smoe.jsonl").read_text().splitlines())
-    assert head["examples"] == 5 and head["data"] == {"name": "toy"}
+    assert head["examples"] == 5 and head["data"] == {"name": "toy", "shape": [2]}
     assert lines == [asdict(one) for one in report.models[0].examples]

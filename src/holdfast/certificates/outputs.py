@@ -33,8 +33,9 @@ from holdfast.routing.bounds import ABOVE
 from holdfast.routing.declarations import NoCertificate, best
 
 MOST_ELEMENTS = 2**22  # of the largest tensor; more tokens are processed in several steps
-WRONG_WEIGHT = 1e-3  # a larger difference between a declared and a computed weight is not rounding
+WRONG_WEIGHT = 1e-3  # a larger difference of a declared and a computed weight is neither rounding of it nor of logits
 TENSORS = ("radii", "bound", "change", "reach", "lengths", "real")  # of `OutputCertificate`
+OTHER_OUTPUT = 0.05  # a larger difference, relative to an output's length and as a median over tokens, is not rounding
 CHANGES = (0.01, 0.1, 0.5, 1.0)  # relative changes of which `summary` says the share of tokens
 
 
@@ -53,6 +54,8 @@ class LayerWithParts(Protocol):
     """A layer that declares its parts, as `holdfast.MoE` does."""
 
     def output_parts(self) -> LayerParts: ...
+
+    def __call__(self, tokens: Tensor, context: Context | None = None) -> tuple[Tensor, Any]: ...
 
 
 @final
@@ -139,10 +142,14 @@ def certify_output(
     sets = torch.cat([problem.conditions.chosen for _, problem in described.problems()]) if described.real.numel() else None
     computed = None
     if isinstance(parts.router, Router):
+        assert arithmetic is not None
         batch = tokens.detach().unsqueeze(0) if tokens.dim() == 2 else tokens.detach()
         routing = parts.router(batch, context)
         computed = routing.dense_weights / parts.router.scale
         sets = routing.chosen if shares.equal else sets
+        steepest = 1 + (shares.slope if shares.width > 0 else 0.0)  # how fast a weight can follow a logit, or a gap
+        errors = 2 * steepest * described.scoring.value_errors(arithmetic, None).amax(1)
+        allowed = WRONG_WEIGHT * computed.abs().amax(1).clamp_min(1) + errors
     rows = tokens.detach().reshape(-1, tokens.shape[-1]).where(described.real.view(-1, 1), 0.0).double()
     lengths = rows.norm(dim=1) if relative else torch.ones_like(rows[:, 0])
     limits = torch.tensor(given, dtype=torch.float64, device=rows.device) * lengths.unsqueeze(1)
@@ -157,13 +164,15 @@ def certify_output(
             moving = replace(moving, chosen=best(moving.keys, shares.best))
         if computed is not None:
             apart = (moving.mass * moving.weights - computed[at]).abs().amax(1)
-            wrong = (apart > WRONG_WEIGHT) & sure[at] & described.real.flatten()[at]
+            wrong = (apart > allowed[at]) & sure[at] & described.real.flatten()[at]
             if wrong.any():
                 how = f"{int(wrong.sum())} tokens have other weights than the router's parts declare, beyond rounding error"
                 raise ValueError(f"{how}; a router with wrong declarations cannot be certified.")
         results.append(_bounds(parts, moving, rows[at], limits[at]))
     shape = tokens.shape[:-1]
     bound, change, reach, outputs = (torch.cat(each) for each in zip(*results, strict=True))
+    if not isinstance(layer, LayerParts):
+        _require_output(layer, tokens, context, outputs, described.real.flatten())
     return OutputCertificate(
         limits.view(*shape, -1),
         bound.view(*shape, -1),
@@ -187,13 +196,13 @@ def _bounds(parts: LayerParts, moving: WeightChange, rows: Tensor, limits: Tenso
     experts = parts.experts.at(rows)
     shared = None if parts.shared is None else parts.shared.at(rows)
     apart = torch.cdist(experts.outputs, experts.outputs, compute_mode="donot_use_mm_for_euclid_dist")  # (T,E,E)
-    alone, scale = experts.outputs.norm(dim=-1), parts.scale * moving.mass
+    alone, scale = experts.outputs.norm(dim=-1), abs(parts.scale) * moving.mass
     bounds, changes, reaches = [], [], []
     for radius in limits.unbind(1):
         moves = experts.move(radius)
         if moving.alone:
             reach, each, largest = moving.each(radius)
-            bound = parts.scale * ((each * alone).sum(1) + (largest * moves).sum(1))
+            bound = scale * ((each * alone).sum(1) + (largest * moves).sum(1))
             bounds.append((bound if shared is None else bound + shared.move(radius).squeeze(1)) * ABOVE)
             changes.append(each.sum(1) / 2)
             reaches.append(reach)
@@ -208,9 +217,18 @@ def _bounds(parts: LayerParts, moving: WeightChange, rows: Tensor, limits: Tenso
         bounds.append((bound if shared is None else bound + shared.move(radius).squeeze(1)) * ABOVE)
         changes.append(moving.mass * change)
         reaches.append(reach)
-    outputs = scale * (moving.weights.unsqueeze(-1) * experts.outputs).sum(1)
+    outputs = parts.scale * moving.mass * (moving.weights.unsqueeze(-1) * experts.outputs).sum(1)
     outputs = outputs if shared is None else outputs + shared.outputs.squeeze(1)
     return torch.stack(bounds, 1), torch.stack(changes, 1), torch.stack(reaches, 1), outputs
+
+
+def _require_output(layer: LayerWithParts, tokens: Tensor, context: Context | None, declared: Tensor, real: Tensor) -> None:
+    """Raise NoCertificate if a layer computes something else than its parts, as classes of one's own or hooks may."""
+    computed = layer(tokens.detach(), context)[0].flatten(0, -2).double()
+    apart = ((computed - declared).norm(dim=1) / declared.norm(dim=1))[real].nan_to_num(nan=0.0)
+    if len(apart) and bool(apart.median() > OTHER_OUTPUT):
+        computes = "its output is not that of its router, its experts and a shared expert"
+        raise NoCertificate(f"no bound of the output is known for this {type(layer).__name__}: {computes}")
 
 
 def _at_a_time(parts: LayerParts) -> int:

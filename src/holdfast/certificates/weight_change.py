@@ -226,6 +226,8 @@ def declared_shares(described: CertifiedRouter) -> Shares:
     if shares.equal:
         return shares
     gate, graph = (shares.gate or described.gate).name, described.graph
+    if graph is not None and not graph.any():
+        raise NoCertificate(f"{unknown}: all entries of its expert graph are 0, and so are all gates")
     divided = shares.divided_by != "nothing"
     if gate != "softmax" and graph is not None:
         raise NoCertificate(f"{unknown}: an informer changes its gates, which are not a softmax")

@@ -51,7 +51,7 @@ class NoClassifierError(ValueError):
 class Head:
     """The first line of a model's file: what its examples are of."""
 
-    weights: dict[str, str]  # checksums by file
+    weights: dict[str, str]  # checksums by file, of the config too
     examples: int
     unit: str
     data: dict[str, Any]
@@ -154,7 +154,13 @@ def _certify_model(
     model, task = load(named.path)
     _require_classifier(model, named)
     numbers, example = task.noisy_examples(model, settings.examples)
-    head = head or Head(weights, len(numbers), task.noise_unit, task.describe()["data"])
+    data = json.loads(json.dumps(task.describe()["data"]))  # as it is read again
+    described = Head(weights, len(numbers), task.noise_unit, data)
+    if head is not None and head != described:
+        raise ValueError(
+            f"{file} is of other test data than {named.path} has now; remove the file, or choose another --out."
+        )
+    head = described
     lock.require(file)
     # Written again: a killed process may have left half a line.
     write_atomically(file, "".join(f"{json.dumps(one)}\n" for one in (asdict(head), *map(asdict, examples))))
@@ -217,9 +223,10 @@ def _attack(
 
 
 def _weights(path: str) -> dict[str, str]:
-    """Return the checksums of the files with a model's weights; none for a model on the hub."""
+    """Return the checksums of the files of a model, with its config; none for a model on the hub."""
     folder = read_record(Path(path)).home / MODEL if is_trained(Path(path)) else Path(path)
-    return {file.name: sha256_of(file) for file in sorted(folder.glob("*.safetensors"))}
+    files = (file for kind in ("*.safetensors", "*.bin", "*.json") for file in folder.glob(kind))
+    return {file.name: sha256_of(file) for file in sorted(files)}
 
 
 def _read_lines(file: Path) -> tuple[Head | None, list[CertifiedExample]]:
