@@ -256,6 +256,14 @@ def test_a_stage_trains_its_part_only_and_the_next_starts_where_it_ended(
             assert torch.equal(value, again.state_dict()[name]), name
 
 
+def test_stages_of_another_training_are_not_taken(task: VisionLanguageTask, tmp_path: Path) -> None:
+    """A sweep over `training` has all its settings in one folder, and stages take from it what they leave out."""
+    only = {f"stages__{name}": None for name in ("vision", "captions", "connector")}
+    for decay in (0.0, 0.5, 0.5):
+        after_stages(task.with_recipe(small(**only, training__weight_decay=decay)), tmp_path, 0)
+    assert len(list((tmp_path / "stages").iterdir())) == 2
+
+
 @pytest.mark.slow
 def test_an_interrupted_stage_resumes_to_the_same_weights(
     task: VisionLanguageTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
