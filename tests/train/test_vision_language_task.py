@@ -256,6 +256,11 @@ def test_a_stage_trains_its_part_only_and_the_next_starts_where_it_ended(
             assert torch.equal(value, again.state_dict()[name]), name
 
 
+def test_label_smoothing_is_refused() -> None:
+    """It would smooth the token before each one that is learned: the labels of this task are not shifted."""
+    assert_refused("label_smoothing is for classes", make_task, small(training__label_smoothing=0.1))
+
+
 def test_stages_of_another_training_are_not_taken(task: VisionLanguageTask, tmp_path: Path) -> None:
     """A sweep over `training` has all its settings in one folder, and stages take from it what they leave out."""
     only = {f"stages__{name}": None for name in ("vision", "captions", "connector")}
@@ -480,7 +485,9 @@ def test_dialogues_without_an_answer_within_the_length_are_left_out(dialogues: P
     task = changed(dialogues, "word " * 100, "yes")
     batch = task.examples(0).__getitems__(range(30))
     assert bool((batch["labels"] >= 0).any(1).all())
-    assert all(bool((task.validation().__getitems__([place])["labels"] >= 0).any()) for place in range(len(task.validation())))
+    assert all(
+        bool((task.validation().__getitems__([place])["labels"] >= 0).any()) for place in range(len(task.validation()))
+    )
 
 
 def test_a_picture_after_the_length_is_cut_off_with_its_token(dialogues: Path) -> None:

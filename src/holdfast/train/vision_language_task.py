@@ -109,6 +109,8 @@ class VisionLanguageTask(Task):
         self.recipe = recipe
         if recipe.metrics:
             raise ValueError(f"metrics: {', '.join(recipe.metrics)} is of classes or tokens, and this task has questions.")
+        if recipe.training.label_smoothing:
+            raise ValueError("training.label_smoothing is for classes, and this task learns answers of tokens: set it to 0.")
         found = tested or question_set(recipe.data.source, folder=folder, size=recipe.data.size, count=recipe.data.pictures)
         if tested is None and recipe.data.tests:
             size = found.dialogues("train").pictures.shape[-1]
@@ -268,7 +270,7 @@ class VisionLanguageTask(Task):
         return Examples(order, fetch, training.step_count(len(numbers)))
 
     def _numbers(self) -> Tensor:
-        """Return the numbers of the training dialogues that the stage learns from: a batch of others would have no gradient."""
+        """Return the numbers of the training dialogues that the stage learns from; others have no gradient."""
         rows = range(len(self.training))
         if self.stage in ("vision", "language", "captions"):
             return torch.tensor(rows, device="cpu")
