@@ -73,6 +73,7 @@ BROKEN = {
     "picture without its place": ([entry("a.png", "What?", "It."), entry()], "has a picture and 0 times <image>"),
     "place without a picture": ([entry(None, "<image> What?", "It."), entry()], "has no picture and 1 times <image>"),
     "two places": ([entry("a.png", "<image> <image>?", "It."), entry()], "2 times <image>"),
+    "name that is no text": ([entry("\ud800.png"), entry()], "not Unicode text"),
     "two pictures": ([entry() | {"image": ["a", "b"]}, entry()], "the path of one picture is expected"),
     "wrong order": ([{"conversations": [{"from": "gpt", "value": "It."}]}, entry()], "turn 0 is from 'gpt'"),
     "no list": ({"a": 1}, "is not a list of dialogues"),

@@ -142,6 +142,13 @@ def test_options_are_shuffled_by_a_draw_and_the_letter_follows_the_answer() -> N
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("number", [0, None])
+def test_a_question_has_its_picture_once_whatever_its_text_and_options_say(number: int | None) -> None:
+    asked = Question(number, "see <image>", "the <image>", ("the <image>", "b"), lettered=True)
+    text = put(asked, 0).text
+    assert text.count("<image>") == (number is not None) and text.startswith("<image>\nsee" if number == 0 else "see")
+
+
 def test_questions_on_photographs_are_about_the_class_of_the_photograph(shared: Path) -> None:
     if not (shared / "cifar10").is_dir():
         pytest.skip("there is no cifar10 in ../shared/data")

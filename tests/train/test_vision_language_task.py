@@ -26,6 +26,7 @@ from holdfast.train.building import preflight
 from holdfast.train.modality_routes import common_tokens
 from holdfast.train.question_scoring import (
     chosen_option,
+    encode,
     generate,
     log_likelihoods,
     option_scores,
@@ -199,6 +200,35 @@ def test_only_answers_and_the_ends_after_them_are_learned(name: str) -> None:
     assert "".join(text.split()).lower() == "user:whatisit?assistant:acatuser:andnow?assistant:still"
 
 
+def test_answers_before_the_picture_are_learned_at_their_own_places() -> None:
+    encoder = QuestionEncoder(Vocabulary(["USER: ASSISTANT: hello there a cat"]), end=1, picture=300, patches=4, pad=0)
+    row, learned = encoder.dialogue(Dialogue(0, (("hello", "there"), ("<image> and ?", "a cat"))))
+    inputs = encoder.batch([row], 40, [learned])
+    labels = inputs["labels"][0]
+    assert encoder.decode(labels[labels >= 0].tolist()).split() == ["there", "a", "cat"]
+    assert torch.equal(labels[labels >= 0], inputs["input_ids"][0][labels >= 0])
+
+
+def test_texts_make_no_token_of_a_picture() -> None:
+    encoder = QuestionEncoder(Bytes(), end=0, picture=ord("#"), patches=4, pad=0)
+    assert encoder.question("<image>\nwhat # is it").count(ord("#")) == 1 and ord("#") not in encoder.answer("# 3")
+
+
+def test_an_option_that_begins_with_another_is_compared_with_its_end() -> None:
+    encoder = QuestionEncoder(Vocabulary(["USER: ASSISTANT: top left right where"]), end=1, picture=300, patches=4, pad=0)
+    plain, longer = (
+        encode([Question(None, "where", options[0], options)], encoder)[0].options
+        for options in (("top left", "right"), ("top", "top left", "right"))
+    )
+    assert plain == [encoder.answer("top left"), encoder.answer("right")]
+    assert longer == [[*encoder.answer(one), 1] for one in ("top", "top left", "right")]
+
+
+def test_options_of_the_same_tokens_are_refused() -> None:
+    encoder = QuestionEncoder(Vocabulary(["USER: ASSISTANT: where"]), end=1, picture=300, patches=4, pad=0)
+    assert_refused("same tokens of the options 'A' and 'B'", encode, [Question(None, "where", "A", ("A", "B"))], encoder)
+
+
 # Stages
 
 
@@ -235,6 +265,19 @@ def test_a_stage_trains_its_part_only_and_the_next_starts_where_it_ended(
     for name, value in first.state_dict().items():  # both routers start from the same weights
         if "router" not in name:
             assert torch.equal(value, again.state_dict()[name]), name
+
+
+def test_label_smoothing_is_refused() -> None:
+    """It would smooth the token before each one that is learned: the labels of this task are not shifted."""
+    assert_refused("label_smoothing is for classes", make_task, small(training__label_smoothing=0.1))
+
+
+def test_stages_of_another_training_are_not_taken(task: VisionLanguageTask, tmp_path: Path) -> None:
+    """A sweep over `training` has all its settings in one folder, and stages take from it what they leave out."""
+    only = {f"stages__{name}": None for name in ("vision", "captions", "connector")}
+    for decay in (0.0, 0.5, 0.5):
+        after_stages(task.with_recipe(small(**only, training__weight_decay=decay)), tmp_path, 0)
+    assert len(list((tmp_path / "stages").iterdir())) == 2
 
 
 @pytest.mark.slow
@@ -429,6 +472,59 @@ def test_a_folder_of_dialogues_is_trained_on_and_a_set_of_questions_is_scored(di
     assert main(["train", "llava-tiny", "--router", "smoe", "--out", str(out), "--set", *pairs]) == 0
     assert main(["evaluate", str(out)]) == 2  # what a record names is not read
     assert main(["evaluate", str(out), "--source", test]) == 0
+
+
+def changed(dialogues: Path, *turns: str, image: str | None = None, count: int = 30, **changes: Any) -> Any:
+    """Return the task of the folder with further dialogues of these turns."""
+    file = dialogues / "llava" / "dialogues.json"
+    said = [{"from": ("human", "gpt")[place % 2], "value": one} for place, one in enumerate(turns)]
+    more = [{"conversations": said, **({} if image is None else {"image": image})}] * count
+    file.write_text(json.dumps([*json.loads(file.read_text()), *more]))
+    own = {"source": str(file), "pictures": None, "size": 36, "tests": [f"pope={dialogues / 'pope' / 'pope.json'}"]}
+    given = {**{f"data__{key}": value for key, value in own.items()}, "stages__vision": None, "stages__captions": None}
+    return make_task(small(**given, **changes))
+
+
+def test_a_text_longer_than_all_dialogues_with_pictures_is_a_batch_of_the_language_stage(dialogues: Path) -> None:
+    task = changed(dialogues, "word " * 40, "yes")
+    (language,) = (stage for stage in task.stages() if stage.name == "language")
+    batch = language.task.examples(0).__getitems__(range(30))
+    assert int(batch["attention_mask"].sum(1).max()) == batch["input_ids"].shape[1] > task.width - task.encoder.patches
+
+
+def test_dialogues_without_an_answer_within_the_length_are_left_out(dialogues: Path) -> None:
+    task = changed(dialogues, "word " * 100, "yes")
+    batch = task.examples(0).__getitems__(range(30))
+    assert bool((batch["labels"] >= 0).any(1).all())
+    assert all(
+        bool((task.validation().__getitems__([place])["labels"] >= 0).any()) for place in range(len(task.validation()))
+    )
+
+
+def test_a_picture_after_the_length_is_cut_off_with_its_token(dialogues: Path) -> None:
+    task = changed(dialogues, "Sure?", "yes", "word " * 100 + "<image>", "no", image="0.png")
+    batch = task.examples(0).__getitems__(range(30))
+    seen = (batch["input_ids"] == task.encoder.picture).any(1)
+    assert not bool(seen.all()) and len(batch["pixel_values"]) == int(seen.sum())
+
+
+def test_the_connector_learns_from_dialogues_with_pictures_only(dialogues: Path) -> None:
+    task = changed(dialogues, "Sure?", "yes")
+    (connector,) = (stage for stage in task.stages() if stage.name == "connector")
+    batch = connector.task.examples(0).__getitems__(range(30))
+    assert bool((batch["input_ids"] == task.encoder.picture).any(1).all())
+
+
+def test_a_task_without_pictures_is_refused(dialogues: Path) -> None:
+    (dialogues / "llava" / "dialogues.json").write_text("[]")
+    assert_refused("training dialogues of dialogues have no picture", changed, dialogues, "Sure?", "yes")
+
+
+def test_a_test_question_longer_than_the_positions_is_refused(dialogues: Path) -> None:
+    (line, *_) = (dialogues / "pope" / "pope.json").read_text().splitlines()
+    (dialogues / "pope" / "pope.json").write_text(json.dumps({**json.loads(line), "text": "word " * 400}))
+    task = changed(dialogues, "Sure?", "yes")
+    assert_refused("length is 4.., but the model's positions end at 256", task.initial_model)
 
 
 @pytest.mark.slow

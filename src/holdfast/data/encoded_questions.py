@@ -10,7 +10,7 @@ ends after them; all other tokens have the label -100. A row here has one token 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import TypeVar, final
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ USER, ASSISTANT = "USER:", "ASSISTANT:"
 IGNORED = -100
 
 Row = list[int]  # token ids, with one for the picture
+Value = TypeVar("Value")
 
 
 @final
@@ -69,7 +70,7 @@ class QuestionEncoder:
         self, rows: Sequence[Row], width: int | None = None, learned: Sequence[list[bool]] | None = None
     ) -> dict[str, Tensor]:
         """Return rows as inputs of a model, padded on the right to `width` tokens, with `labels` if some are learned."""
-        expanded = [self._expand(row) for row in rows]
+        expanded = [self._expand(row, row) for row in rows]
         width = max(map(len, expanded)) if width is None else width
         ids = torch.full((len(rows), width), self.pad, dtype=torch.int64, device="cpu")
         mask, labels = torch.zeros_like(ids), torch.full_like(ids, IGNORED)
@@ -77,9 +78,7 @@ class QuestionEncoder:
             ids[place, : len(row)] = torch.tensor(row, device="cpu")
             mask[place, : len(row)] = 1
             if learned is not None:
-                kept = torch.zeros(len(row), dtype=torch.bool, device="cpu")
-                at = torch.tensor(learned[place], dtype=torch.bool, device="cpu")
-                kept[len(row) - len(at) :] = at  # the picture is before all answers
+                kept = torch.tensor(self._expand(learned[place], rows[place]), dtype=torch.bool, device="cpu")
                 labels[place, : len(row)][kept] = ids[place, : len(row)][kept]
         found = {"input_ids": ids, "attention_mask": mask}
         return found if learned is None else {**found, "labels": labels}
@@ -91,14 +90,16 @@ class QuestionEncoder:
     def decode(self, row: Row) -> str:
         return self.tokenizer.decode(row)
 
-    def _expand(self, row: Row) -> Row:
+    def _expand(self, values: list[Value], row: Row) -> list[Value]:
+        """Return the values of the tokens of a row, with that of the picture once for each of its patches."""
         if self.picture not in row:
-            return row
+            return values
         place = row.index(self.picture)
-        return [*row[:place], *[self.picture] * self.patches, *row[place + 1 :]]
+        return [*values[:place], *[values[place]] * self.patches, *values[place + 1 :]]
 
     def _ids(self, text: str) -> Row:
-        return [number for number in self.tokenizer.ids(text) if number != self.end]  # a vocabulary of lines ends each line
+        """Return the tokens of a text: without ends, as a vocabulary of lines ends each line, and without pictures."""
+        return [number for number in self.tokenizer.ids(text) if number not in (self.end, self.picture)]
 
     def _start(self) -> Row:
         """Return the token that begins a text, if the tokeniser puts one there."""

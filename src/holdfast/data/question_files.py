@@ -66,7 +66,8 @@ def llava_set(path: Path, size: int) -> QuestionSet:
     names: dict[str, int] = {}  # of pictures
     dialogues = [_dialogue(entry, place, file, names) for place, entry in enumerate(entries)]
     pictures = _pictures([_inside(file.parent, name, file) for name in names], size)
-    titles = [list(names)[one.picture] if one.picture is not None else repr(one.turns) for one in dialogues]
+    in_order = list(names)
+    titles = [repr(one.turns) if one.picture is None else in_order[one.picture] for one in dialogues]
     if len(dialogues) < 2:
         raise ValueError(f"{file} has one dialogue only; two are needed, one of them for validation.")
     kept, held = hold_out(titles)
@@ -306,7 +307,10 @@ def _inside(folder: Path, name: str, file: Path, root: Path | None = None) -> Pa
         raise ValueError(f"{file} names the picture {name!r}, which is not a path inside {folder}.")
     path = folder / name
     try:
+        name.encode()
         require_regular(path, limit=LARGEST_PICTURE, inside=root or folder)
+    except UnicodeEncodeError:
+        raise ValueError(f"{file} names the picture {name!r}, which is not Unicode text.") from None
     except FileNotFoundError:
         raise ValueError(f"{file} names the picture {name}, and there is no {path}.") from None
     return path

@@ -77,6 +77,7 @@ def put(question: Question, number: int) -> Put:
         lines = [f"{letter}. {option}" for letter, option in zip(letters, shown, strict=True)]
         text = "\n".join(filter(None, (text, *lines, question.ask)))
         answer, options = letters[shown.index(answer)], tuple(letters)
+    text = text.replace(PICTURE, "").strip()  # a question or an option may have the mark, and the picture stands once
     return Put(text if question.picture is None else f"{PICTURE}\n{text}", answer, options)
 
 

@@ -1,8 +1,10 @@
 """The answers of a vision-language model to questions: by likelihood and by generation.
 
 likelihood  the option o with the largest sum_j log p(o_j | picture, question, o_1 ... o_{j-1}) over its tokens, as log
-            p is in float32. Options that have the same first tokens share a row, so that options of one token, such as
-            letters, cost one row for a question
+            p is in float32. The sum is not divided by the number of tokens. If an option begins with another one, such as
+            "top" and "top left", the end token is a token of each option of the question: without it the shorter one
+            would always have the larger sum. Options that have the same first tokens share a row, so that options of one
+            token, such as letters, cost one row for a question
 generation  greedy: the likeliest token, again and again, up to the end token or one token more than the longest option. The
             answer is the longest option that the text begins with, whatever its case; a text that begins with none is wrong
 
@@ -49,10 +51,23 @@ def encode(questions: Sequence[Question], encoder: QuestionEncoder, numbers: Seq
     found = []
     for number, question in zip(range(len(questions)) if numbers is None else numbers, questions, strict=True):
         asked = put(question, number)
-        found.append(
-            Asked(question.picture, asked, encoder.question(asked.text), [encoder.answer(o) for o in asked.options])
-        )
+        found.append(Asked(question.picture, asked, encoder.question(asked.text), _option_rows(asked, encoder)))
     return found
+
+
+def _option_rows(asked: Put, encoder: QuestionEncoder) -> list[Row]:
+    """Return the tokens of the options of a question; raise ValueError if two of them have the same."""
+    rows = [encoder.answer(option) for option in asked.options]
+    first: dict[tuple[int, ...], str] = {}
+    for row, option in zip(rows, asked.options, strict=True):
+        same = first.setdefault(tuple(row), option)
+        if same != option:
+            raise ValueError(
+                f"the tokeniser {encoder.tokenizer.name} makes the same tokens of the options {same!r} and {option!r}, "
+                "so that they cannot be compared; use a model whose tokeniser knows these words."
+            )
+    begins = any(len(row) < len(other) and other[: len(row)] == row for row in rows for other in rows)
+    return [[*row, encoder.end] for row in rows] if begins else rows
 
 
 @torch.no_grad()

@@ -37,7 +37,7 @@ def after_stages(task: Task, folder: Path, seed: int) -> Task:
         raise ValueError("the stages before the experts run on one rank: run the command once without torchrun.")
     recipe = task.recipe.describe()
     same = {"holdfast": VERSION, "seed": seed, **{key: recipe[key] for key in ("model", "stages", "data")}}
-    same |= {"data of": task.describe()["data"], "precision": recipe["training"]["precision"]}
+    same |= {"data of": task.describe()["data"], "training": [stage.task.recipe.describe()["training"] for stage in stages]}
     same |= checkpoint_identity(task.recipe.model)
     digest = hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()[:12]
     place = folder / STAGES / f"{digest}-seed{seed}"

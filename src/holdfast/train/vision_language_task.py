@@ -125,6 +125,8 @@ class VisionLanguageTask(Task):
         self.recipe = recipe
         if recipe.metrics:
             raise ValueError(f"metrics: {', '.join(recipe.metrics)} is of classes or tokens, and this task has questions.")
+        if recipe.training.label_smoothing:
+            raise ValueError("training.label_smoothing is for classes, and this task learns answers of tokens: set it to 0.")
         found = tested or question_set(recipe.data.source, folder=folder, size=recipe.data.size, count=recipe.data.pictures)
         if tested is None and recipe.data.tests:
             size = found.dialogues("train").pictures.shape[-1]
@@ -188,7 +190,7 @@ class VisionLanguageTask(Task):
 
     def initial_model(self) -> Any:
         model = self._new_model()
-        require_positions(model, self.width)
+        require_positions(model, max(self.width, self.longest_question))
         if self.start is not None and torch.get_default_device().type != "meta":
             model.load_state_dict(self.start)
         return model
@@ -241,6 +243,17 @@ class VisionLanguageTask(Task):
         """The number of tokens of training batches, with those of a picture: one for all, so that a step can be captured."""
         return max(self.encoder.width(row) for row, _ in self.training) if self.question_set.splits else self.encoder.patches
 
+    @cached_property
+    def text_width(self) -> int:
+        """The number of tokens of training batches without pictures."""
+        return max(len(row) - row.count(self.encoder.picture) for row, _ in self.training)
+
+    @cached_property
+    def longest_question(self) -> int:
+        """The number of tokens of the longest test question with an option, with those of its picture."""
+        asked = [one for some in self.asked.values() for one in some]
+        return max(self.encoder.width(one.row) + max(map(len, one.options)) for one in asked)
+
     def token_counts(self) -> Tensor:
         encoder = self.encoder
         tokens = torch.tensor([token for row, _ in self.training for token in row])
@@ -266,15 +279,33 @@ class VisionLanguageTask(Task):
         return Stage(name, task, prepare)
 
     def examples(self, seed: int) -> Examples:
-        part, training = self.question_set.dialogues("train"), self.recipe.training
-        count = len(part.dialogues)
-        order = Order(count, training.batch * training.accumulate, seed)
+        training, numbers = self.recipe.training, self._numbers()
+        order = Order(len(numbers), training.batch * training.accumulate, seed)
         own = {"language": self._texts, "vision": self._cells, "captions": self._captions}
-        fetch = own.get(str(self.stage), self._answers)
-        return Examples(order, fetch, training.step_count(count))
+        fetch = partial(self._fetch, own.get(str(self.stage), self._answers), numbers)
+        return Examples(order, fetch, training.step_count(len(numbers)))
 
-    def _answers(self, order: ExampleOrder, places: Sequence[int]) -> Inputs:
-        return self._inputs("train", self.training, order.at(places), self.width)
+    def _numbers(self) -> Tensor:
+        """Return the numbers of the training dialogues that the stage learns from; others have no gradient."""
+        rows = range(len(self.training))
+        if self.stage in ("vision", "language", "captions"):
+            return torch.tensor(rows, device="cpu")
+        found = [number for number in rows if any(self.training[number][1])]
+        if self.stage == "connector":
+            found = [number for number in found if self.encoder.picture in self.training[number][0]]
+            if not found:
+                raise ValueError(
+                    f"stages.connector learns from pictures, and no dialogue has one and an answer within data.length of "
+                    f"{self.recipe.data.length} tokens; set it to more, or leave out the stage."
+                )
+        return torch.tensor(found, device="cpu")
+
+    @staticmethod
+    def _fetch(read: Callable[[Tensor], Inputs], numbers: Tensor, order: ExampleOrder, places: Sequence[int]) -> Inputs:
+        return read(numbers[order.at(places)])
+
+    def _answers(self, numbers: Tensor) -> Inputs:
+        return self._inputs("train", self.training, numbers, self.width)
 
     def _inputs(
         self, split: str, encoded: Sequence[tuple[Row, list[bool]]], numbers: Tensor, width: int | None = None
@@ -282,38 +313,42 @@ class VisionLanguageTask(Task):
         some = numbers.tolist()
         part, rows = self.question_set.dialogues(split), [encoded[number] for number in some]
         inputs = self.encoder.batch([row for row, _ in rows], width, [learned for _, learned in rows])
-        return with_pictures(inputs, [part.dialogues[number].picture for number in some], self._read(part.pictures))
+        # A picture that stands after the first `data.length` tokens is cut off.
+        shown = [part.dialogues[number].picture if self.encoder.picture in encoded[number][0] else None for number in some]
+        return with_pictures(inputs, shown, self._read(part.pictures))
 
-    def _texts(self, order: ExampleOrder, places: Sequence[int]) -> Inputs:
+    def _texts(self, numbers: Tensor) -> Inputs:
         """Return training dialogues without their pictures; every token is learned."""
-        rows = [self.training[number][0] for number in order.at(places).tolist()]
+        rows = [self.training[number][0] for number in numbers.tolist()]
         rows = [[token for token in row if token != self.encoder.picture] for row in rows]
-        inputs = self.encoder.batch(rows, self.width - self.encoder.patches)
+        inputs = self.encoder.batch(rows, self.text_width)
         labels = torch.where(inputs["attention_mask"].bool(), inputs["input_ids"], IGNORED)
         return {**inputs, "labels": labels}
 
-    def _captions(self, order: ExampleOrder, places: Sequence[int]) -> Inputs:
+    def _captions(self, numbers: Tensor) -> Inputs:
         """Return pictures with what is in each of their cells, in words. All captions have the same number of words."""
         part = self.question_set.dialogues("train")
-        some = [part.captions[number] for number in order.at(places).tolist()]
+        some = [part.captions[number] for number in numbers.tolist()]
         rows, learned = zip(*(self.encoder.dialogue(one) for one in some), strict=True)
         inputs = self.encoder.batch(rows, learned=learned)
         return with_pictures(inputs, [one.picture for one in some], self._read(part.pictures))
 
-    def _cells(self, order: ExampleOrder, places: Sequence[int]) -> Inputs:
+    def _cells(self, numbers: Tensor) -> Inputs:
         """Return training pictures with what is in each patch."""
         part = self.question_set.dialogues("train")
         assert part.cells is not None
-        numbers = [part.dialogues[number].picture for number in order.at(places).tolist()]
+        shown = [part.dialogues[number].picture for number in numbers.tolist()]
         side = round(self.encoder.patches**0.5)
-        return {"pixel_values": self._read(part.pictures)(numbers), "labels": cell_targets(part.cells[numbers], side)}
+        return {"pixel_values": self._read(part.pictures)(shown), "labels": cell_targets(part.cells[shown], side)}
 
     def _read(self, pictures: Images) -> Pictures:
         return lambda numbers: self.scaling(pictures.pixels(list(numbers)))
 
     def validation(self) -> Dataset[Inputs]:
         encoded = self._encoded("valid")
-        return HeldOut(evenly_spaced(len(encoded), VALIDATION), partial(self._inputs, "valid", encoded))
+        learned = [number for number, (_, some) in enumerate(encoded) if any(some)]
+        numbers = [learned[place] for place in evenly_spaced(len(learned), VALIDATION)]
+        return HeldOut(numbers, partial(self._inputs, "valid", encoded))
 
     # Scores
 
@@ -492,6 +527,13 @@ def _checked(found: QuestionSet) -> QuestionSet:
         raise ValueError(
             f"{found.name} has dialogues and no questions to score: add data.tests=[LAYOUT=PATH], such as pope=pope.json."
         )
+    trained = [one.picture for one in found.splits["train"].dialogues] if found.splits else [0]
+    for where, pictures in (
+        ("training dialogues", trained),
+        ("questions of the main test", [one.picture for one in found.tests["test"].questions]),
+    ):
+        if all(picture is None for picture in pictures):
+            raise ValueError(f"the {where} of {found.name} have no picture; this task needs some with a picture.")
     for name, test in found.tests.items():
         for number, one in enumerate(test.questions):
             if one.answer not in one.options:
