@@ -546,6 +546,15 @@ def test_wrong_shapes_are_said_in_our_words(copied: Callable[[str], Path]) -> No
     assert mentions(refusal(folder), f"{folder} ", "shapes")
 
 
+def test_a_hierarchical_router_from_before_it_had_two_gates_is_refused_with_its_new_name(tmp_path: Path) -> None:
+    folder = tmp_path / "older"
+    holdfast.save(learned("mixtral", "grouped[groups=2]"), folder)
+    config = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(config.replace("grouped", "hierarchical"))  # the name of its weights' router then
+    write_manifest(folder)
+    assert mentions(refusal(folder), "lacks weights", "`grouped`")
+
+
 @pytest.mark.parametrize(
     "edit",
     [

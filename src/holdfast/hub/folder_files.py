@@ -349,8 +349,12 @@ def require_fitting_files(files: Iterable[str], model: Any, layers: Iterable[str
 
 
 def _refuse(folder: object, what: str, names: list[str]) -> None:
-    if names:
-        raise ValueError(f"{folder} {what} weights ({len(names)}, the first is {names[0]}): it does not fit its config.")
+    if not names:
+        return
+    config = Path(str(folder)) / "config.json"
+    older = config.is_file() and "hierarchical" in str(description_of(read_json(config, object_hook=special_float)))
+    hint = " What was saved as `hierarchical` when that had one gate is the router `grouped` now." if older else ""
+    raise ValueError(f"{folder} {what} weights ({len(names)}, the first is {names[0]}): it does not fit its config.{hint}")
 
 
 GGUF = "gguf"
