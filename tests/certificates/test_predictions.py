@@ -17,7 +17,7 @@ class Rings(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         lengths = inputs.flatten(1).norm(dim=1, keepdim=True)
-        return -(lengths - torch.tensor([0.0, 1.5, 3.0])).abs()
+        return -(lengths - torch.tensor([0.0, 1.5, 3.0], device=inputs.device)).abs()
 
 
 def line(inputs: Tensor) -> Tensor:
@@ -30,7 +30,8 @@ def certify_of_the_paper(classify: nn.Module, one: Tensor, smoothing: Smoothing,
 
     def sample_under_noise(count: int, purpose: str) -> list[int]:
         counts = [0, 0, 0]
-        noise = torch.randn(count, *one.shape, generator=generator_of(smoothing.seed, purpose, number, 0))
+        source = generator_of(smoothing.seed, purpose, number, 0, device=one.device)
+        noise = torch.randn(count, *one.shape, generator=source, device=one.device)
         for draw in noise:
             counts[int(classify((one + smoothing.sigma * draw).unsqueeze(0)).argmax())] += 1
         return counts
@@ -42,8 +43,12 @@ def certify_of_the_paper(classify: nn.Module, one: Tensor, smoothing: Smoothing,
     return top, smoothing.sigma * float(norm.ppf(lower)) if lower > 0.5 else 0.0
 
 
-def test_certificates_are_those_of_a_direct_implementation_of_the_paper() -> None:
-    inputs, smoothing = 1.2 * torch.randn(12, 2, 3), Smoothing(0.4, samples=200, selection=30, alpha=0.01, seed=3, first=5)
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"))]
+)
+def test_certificates_are_those_of_a_direct_implementation_of_the_paper(device: str) -> None:
+    inputs = 1.2 * torch.randn(12, 2, 3).to(device)
+    smoothing = Smoothing(0.4, samples=200, selection=30, alpha=0.01, seed=3, first=5)
     found = certify_predictions(Rings().eval(), inputs, smoothing, batch=64)
     expected = [certify_of_the_paper(Rings(), one, smoothing, 5 + at) for at, one in enumerate(inputs)]
     assert found.classes.tolist() == [top for top, _ in expected]

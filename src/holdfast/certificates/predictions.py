@@ -87,12 +87,13 @@ def certify_predictions(
 def count_classes(classify: Classify, one: Tensor, sigma: float, count: int, *place: object, batch: int = BATCH) -> Tensor:
     """Return (classes,) int64 on the CPU: how many of `count` noisy copies of an input get each class.
 
-    The noise depends only on `place`, the seed and what the copies are for. A copy with a logit that is NaN gets no class.
+    The noise depends only on `place`, the seed and what the copies are for, and on the kind of device. A copy with a logit
+    that is NaN gets no class.
     """
     counts: Tensor | None = None
-    for block in noise_blocks(one.shape, count, *place):
+    for block in noise_blocks(one.shape, count, *place, device=one.device):
         for part in block.split(batch):
-            logits = classify((one.float() + sigma * part.to(one.device)).to(one.dtype))
+            logits = classify((one.float() + sigma * part).to(one.dtype))
             if logits.dim() != 2 or len(logits) != len(part):
                 got = tuple(logits.shape)
                 raise ValueError(f"the classifier returned shape {got} for {len(part)} inputs; expected (inputs, classes).")

@@ -4,8 +4,9 @@
     OUT/cells/NAME.jsonl    of each model: what was certified, then a line for each finished example
     OUT/predictions.json    `prediction_report.PredictionReport`, when all examples are finished
 
-A stopped run goes on after its last finished example. The noise of an example depends on the seed and its number only, so
-its line is the same whenever it is computed, and all models get the same noise.
+A stopped run goes on after its last finished example. The noise of an example depends only on the seed, its number and the
+kind of device (a GPU draws other numbers than a CPU), so its line is the same whenever it is computed, and all models get
+the same noise.
 """
 
 import json
