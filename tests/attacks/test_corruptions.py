@@ -14,8 +14,8 @@ from hypothesis import given
 from torch import Tensor
 from wording import assert_refused
 
-from holdfast.attacks import CORRUPTIONS, corrupt, corruption_kinds
-from holdfast.attacks.corruption_kinds import cloud_noise, impulse_noise, motion_blur, shot_noise, zoom_blur
+from holdfast.attacks import CORRUPTIONS, corrupt, corruptions
+from holdfast.attacks.corruptions import cloud_noise, impulse_noise, motion_blur, shot_noise, zoom_blur
 
 # The severities after which the published settings do not go farther from the image. Elastic ones differ in kind (first the
 # whole image is sheared, then it crumples), small glass blur blurs what it has shuffled, large snow has other flakes but no
@@ -160,13 +160,13 @@ def test_a_gaussian_blur_is_the_sum_it_stands_for() -> None:
                 for b, right in enumerate(weights):
                     at = image[0, 0, mirror(row + a - reach, 7), mirror(column + b - reach, 6)]
                     naive[row, column] += down * right * at / sum(weights) ** 2
-    torch.testing.assert_close(corruption_kinds.blur(image, sigma)[0, 0], naive)
+    torch.testing.assert_close(corruptions.blur(image, sigma)[0, 0], naive)
 
 
 def test_a_point_out_of_focus_becomes_a_disc() -> None:
     image = torch.zeros(1, 1, 21, 21)
     image[0, 0, 10, 10] = 1
-    blurred = corruption_kinds.convolve(image, corruption_kinds.disc(4, 0.1))[0, 0]
+    blurred = corruptions.convolve(image, corruptions.disc(4, 0.1))[0, 0]
     far = torch.hypot(*torch.meshgrid(torch.arange(21.0) - 10, torch.arange(21.0) - 10, indexing="ij"))
     inside = far <= 4
     torch.testing.assert_close(blurred, inside / inside.sum(), rtol=0, atol=1e-6)
@@ -175,7 +175,7 @@ def test_a_point_out_of_focus_becomes_a_disc() -> None:
 def test_motion_leaves_a_trail_in_its_direction() -> None:
     image = torch.zeros(2, 1, 41, 41)
     image[:, 0, 20, 20] = 1
-    trails = corruption_kinds.smear(image, 6, 3.0, torch.tensor([0.0, 90.0]))
+    trails = corruptions.smear(image, 6, 3.0, torch.tensor([0.0, 90.0]))
     torch.testing.assert_close(trails[0, 0], trails[1, 0].t(), rtol=0, atol=1e-5)
     trail = trails[0, 0]
     assert float(trail[20].sum()) == pytest.approx(1, abs=1e-4)  # nothing off the line
@@ -188,7 +188,7 @@ def test_motion_leaves_a_trail_in_its_direction() -> None:
 
 def test_zooming_is_about_the_middle() -> None:
     image = torch.rand(1, 1, 9, 9, generator=torch.Generator().manual_seed(0))
-    zoomed = corruption_kinds.zoom(image, 2.0)
+    zoomed = corruptions.zoom(image, 2.0)
     assert float(zoomed[0, 0, 4, 4]) == pytest.approx(float(image[0, 0, 4, 4]), abs=1e-6)
     torch.testing.assert_close(zoomed[0, 0, 0::2, 0::2], image[0, 0, 2:7, 2:7], rtol=0, atol=1e-5)
     torch.testing.assert_close(zoom_blur(image, [], 1.0, 0.01), image, rtol=0, atol=1e-5)

@@ -111,6 +111,17 @@ def test_a_limit_of_capacity_does_not_hide_what_tokens_ask_for() -> None:
     assert free.dropped == 0
 
 
+def test_sets_of_varying_sizes_are_attacked_and_the_flag_says_what_is_not_searched() -> None:
+    """Some token here asks for every expert, and others can still be pushed."""
+    made, tokens = build("remoe", 2, tokens=40, seed=1)
+    assert 1 < made(tokens).chosen.sum(1).max() == EXPERTS
+    found = attack_load(made, tokens, budget=1.0)
+    assert found.value > found.clean_value
+    with pytest.warns(AttackWarning, match="lower bound"):
+        uneven = attack_load(made, tokens, budget=1.0, objective="imbalance")
+    assert uneven.value >= uneven.clean_value
+
+
 def test_padding_has_no_load_and_is_not_moved() -> None:
     made, tokens = build("smoe", 1, tokens=12)
     mask = torch.arange(12).unsqueeze(0) < 8

@@ -7,7 +7,7 @@ from torch import Tensor
 from holdfast.attacks import attack_smoothed
 from holdfast.attacks.threat import distances
 from holdfast.certificates import Smoothing, certify_predictions
-from holdfast.certificates.predictions import count_classes
+from holdfast.certificates.voting import count_classes
 
 WAY = torch.tensor([0.6, 0.8])
 

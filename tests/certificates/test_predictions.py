@@ -8,8 +8,7 @@ from scipy.stats import beta, binom, norm
 from torch import Tensor, nn
 
 from holdfast.certificates import Smoothing, certify_predictions
-from holdfast.certificates.predictions import count_classes
-from holdfast.certificates.sampling import certified_radius, generator_of, lowest_chance
+from holdfast.certificates.voting import certified_radius, count_classes, generator_of, lowest_chance
 
 
 class Rings(nn.Module):

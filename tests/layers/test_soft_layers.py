@@ -181,7 +181,7 @@ def test_ac_changes_logits_but_not_what_slots_are_made_of() -> None:
     plain.router.score = plain.router.score.base  # type: ignore[union-attr, assignment]
     assert not torch.allclose(plain(draw())[1].logits, routing.logits, atol=1e-4)
     assert routing.dispatch is not None and routing.shares is not None
-    held = holdfast.SoftMoE.run(layer.experts, draw(), routing, routing.weights, None, None)
+    held = holdfast.SoftMoE.run(layer.experts, draw(), routing, routing.weights, None)
     torch.testing.assert_close(held, layer(draw(), context_for(draw()))[0])
 
 

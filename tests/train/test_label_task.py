@@ -142,6 +142,21 @@ def test_batches_of_training_have_one_shape_and_their_labels(reviews: Path) -> N
         assert torch.equal(real, task.tokenizer.encode(row.text)[: task.width])
 
 
+def test_no_attacked_and_no_held_out_text_is_cut_where_the_training_texts_end(tmp_path: Path) -> None:
+    """With bytes as tokens a swapped word may be longer; only data.length cuts a text."""
+    held_out = "unquestionably bad and very long"
+    for split, texts in (("train", ["good new fun", "bad unpleasantly"]), ("valid", [held_out]), ("test", ["good", "bad"])):
+        rows = [f"{text},{'bad' if 'bad' in text else 'good'}\n" for text in texts * 8]
+        (tmp_path / f"{split}.csv").write_text("text,label\n" + "".join(rows))
+    robust = {"robust.method": "words", "robust.budget": 1.0}
+    plain, task = (task_of(tmp_path, **{"data.tokens": "bytes", "data.length": 64}, **each) for each in ({}, robust))
+    assert plain.width == 16 and int(plain.validation()[0]["attention_mask"].sum()) == len(held_out)
+    batch, attacked = task.examples(0).__getitems__(range(16)), task._attacked_training
+    assert attacked is not None and int(attacked.lengths.max()) > plain.width
+    assert int(batch["attacked_attention_mask"].sum()) == int(attacked.lengths.sum())
+    assert batch["input_ids"].shape == batch["attacked_input_ids"].shape
+
+
 def test_accumulated_micro_batches_have_the_loss_of_one_batch(reviews: Path) -> None:
     from holdfast.train.step import TrainingStep, accepts_label_count, adamw
 

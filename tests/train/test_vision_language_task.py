@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from wording import assert_refused
 
 from holdfast.data import Bytes, Question, Vocabulary
-from holdfast.data.encoded_questions import QuestionEncoder
+from holdfast.data.encoded_texts import QuestionEncoder
 from holdfast.data.questions import Dialogue, cell_targets, prior_error
 from holdfast.data.scenes import scene
 from holdfast.hub import trace

@@ -20,7 +20,8 @@ it. Store its `summary()` as JSON.
 
 from holdfast.attacks.adaptive import RoutedModel as RoutedModel
 from holdfast.attacks.adaptive import adaptive as adaptive
-from holdfast.attacks.corruption_kinds import CORRUPTIONS as CORRUPTIONS
+from holdfast.attacks.adaptive import attack_smoothed as attack_smoothed
+from holdfast.attacks.corruptions import CORRUPTIONS as CORRUPTIONS
 from holdfast.attacks.corruptions import CorruptedImages as CorruptedImages
 from holdfast.attacks.corruptions import corrupt as corrupt
 from holdfast.attacks.expert_load import OBJECTIVES as OBJECTIVES
@@ -46,6 +47,7 @@ from holdfast.attacks.pixels import PAPER_STEPS as PAPER_STEPS
 from holdfast.attacks.pixels import fgsm as fgsm
 from holdfast.attacks.pixels import pgd as pgd
 from holdfast.attacks.pixels import spsa as spsa
+from holdfast.attacks.pixels import universal as universal
 from holdfast.attacks.registry import ATTACKS as ATTACKS
 from holdfast.attacks.registry import Attack as Attack
 from holdfast.attacks.registry import attack_pixels as attack_pixels
@@ -54,7 +56,6 @@ from holdfast.attacks.registry import find_attack as find_attack
 from holdfast.attacks.registry import register_attack as register_attack
 from holdfast.attacks.routes import AttackedRoutes as AttackedRoutes
 from holdfast.attacks.routes import attack_routes as attack_routes
-from holdfast.attacks.smoothed import attack_smoothed as attack_smoothed
 from holdfast.attacks.text import GENERIC as GENERIC
 from holdfast.attacks.text import STOP_WORDS as STOP_WORDS
 from holdfast.attacks.text import AttackedText as AttackedText
@@ -67,4 +68,3 @@ from holdfast.attacks.text import words_in as words_in
 from holdfast.attacks.token_search import FoundTokens as FoundTokens
 from holdfast.attacks.token_search import random_tokens as random_tokens
 from holdfast.attacks.token_search import search_tokens as search_tokens
-from holdfast.attacks.universal import universal as universal

@@ -1,14 +1,23 @@
-"""The adaptive attack on a classifier with routers: it raises the loss and changes routes with the same steps.
+"""Attacks that know how a classifier is defended: by routers, or by a majority vote under noise.
+
+`adaptive` raises the loss of a model with routers and changes its routes with the same steps:
 
     maximise loss(model(x'), y) + strength mean_{l,t} min(margin_lt(x'), 0)    within the budget
 
 margin_lt is the highest key of an expert outside the clean set of token t in layer l minus the lowest key inside it: below 0
-until the token flips, then it no longer counts (`route_goals.LeaveSet`). An attack that follows the loss alone gets no
+until the token flips, then it no longer counts (`route_search.LeaveSet`). An attack that follows the loss alone gets no
 gradient through a choice of experts; this one is led to where other experts compute the output (adaptive attacks: Tramer et
 al. 2020). Half of the runs follow the loss alone, so that the attack is no weaker than PGD with half as many.
+
+`attack_smoothed` moves an input, within an l2 ball, to where the vote leaves its class:
+
+    minimise the mean over noise of softmax(f(x' + noise))_c over |x' - x| <= radius,  noise ~ N(0, sigma^2 I)
+
+A step follows the gradient of this mean over fresh draws (expectation over transformation, Athalye et al. 2018, as Salman et
+al. 2019 attack smoothed classifiers). Inputs have no bounds: a certificate of the vote has none either.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -18,9 +27,8 @@ from torch import Tensor
 from holdfast.attacks.flags import Flag, black_box_flag, late_flag, randomised_flag, warn
 from holdfast.attacks.inputs import AttackedInputs, InputSearch, Loss, Threat, losses
 from holdfast.attacks.pixels import PAPER_STEPS, climb, random_inputs
-from holdfast.attacks.route_goals import Layer, LeaveSet
-from holdfast.attacks.route_search import TINY
-from holdfast.attacks.threat import Bounds, check_budget, check_count, check_seed, gradient
+from holdfast.attacks.route_search import TINY, Layer, LeaveSet
+from holdfast.attacks.threat import Bounds, check_budget, check_count, check_seed, derived_seed, direction, gradient, project
 from holdfast.routing import Routing
 from holdfast.routing.bounds import Norm
 
@@ -134,3 +142,50 @@ def _layers(model: RoutedModel, inputs: Tensor) -> list[Layer]:
     if not layers:
         raise ValueError("the model has no routers for the adaptive attack to follow; use pgd.")
     return layers
+
+
+STEPS, DRAWS = 20, 32
+
+
+def attack_smoothed(
+    classify: Callable[[Tensor], Tensor],
+    inputs: Tensor,
+    classes: Tensor,
+    *,
+    radius: Tensor,
+    sigma: float,
+    steps: int = STEPS,
+    draws: int = DRAWS,
+    seed: int = 0,
+    first: int = 0,
+    batch: int | None = None,
+) -> Tensor:
+    """Return inputs (B, ...) within `radius (B,)` of `inputs (B, ...)` where the vote gives `classes (B,)` least often.
+
+    classify    from inputs (n, ...) to logits (n, classes)
+    draws       noisy copies of each input in a step
+    first       number of the first input: its noise depends on this and the seed only
+    batch       copies in a forward; by default all of a step
+    """
+    check_seed(seed)
+    check_count(steps, "steps")
+    check_count(draws, "draws")
+    check_budget(sigma)
+    radius = radius.to(inputs.device)
+    wide = [1] * (inputs.dim() - 1)
+    numbers = classes.to(inputs.device).repeat_interleave(draws)
+    sources = [torch.Generator().manual_seed(derived_seed(seed, "smoothed", first + row)) for row in range(len(inputs))]
+    found = inputs.float()
+    for _ in range(steps):
+        noise = torch.stack([torch.randn(draws, *inputs.shape[1:], generator=source) for source in sources])
+        copies = (found.unsqueeze(1) + sigma * noise.to(inputs.device)).flatten(0, 1).to(inputs.dtype)
+        slopes = []
+        for part, labels in zip(copies.split(batch or len(copies)), numbers.split(batch or len(copies)), strict=True):
+            point = part.detach().requires_grad_()
+            with torch.enable_grad():
+                chance = classify(point).float().softmax(-1).gather(1, labels.unsqueeze(1)).sum()
+            slopes.append(torch.autograd.grad(chance, point)[0].float())
+        slope = torch.cat(slopes).unflatten(0, (len(inputs), draws)).mean(1)
+        step = 2.5 / steps * radius.to(found.dtype).view(-1, *wide)
+        found = project(found - step * direction(slope, "l2"), inputs.float(), radius, "l2")
+    return found.to(inputs.dtype)

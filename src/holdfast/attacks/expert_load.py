@@ -25,8 +25,7 @@ import torch
 from torch import Tensor
 
 from holdfast.attacks.flags import AttackResult, AttackWarning, Flag, warn
-from holdfast.attacks.route_goals import JoinExperts
-from holdfast.attacks.route_search import Route, RouteProbe
+from holdfast.attacks.route_search import JoinExperts, Route, RouteProbe
 from holdfast.attacks.routes import AttackedRoutes, attack_routes
 from holdfast.attacks.threat import Json, distances, gradient
 from holdfast.errors import require_known
@@ -119,10 +118,8 @@ def attack_load(
     if len(probe.clean) > 1:
         raise ValueError(f"the route returned {len(probe.clean)} layers; attack the load of one layer at a time.")
     count, most = probe.clean[0].chosen.shape[1], int(probe.clean[0].chosen.sum(1).max())
-    if most == count:
-        raise ValueError(
-            "some token asks for every expert; the load of a layer whose tokens have all experts cannot change."
-        )
+    if probe.clean[0].chosen.all():
+        raise ValueError("every token asks for every expert, and a search towards experts cannot change their load.")
     how = {"budget": budget, "k": k, "context": context, "pairs": 1, "rounds": 0, "bisections": 0, **search}
     clean = tokens.detach().reshape(-1, tokens.shape[-1])
     found, held = list[AttackedRoutes](), list[int]()
@@ -136,6 +133,10 @@ def attack_load(
         best, load = _combined(probe, aim, torch.stack(rows), torch.stack(sets), found[0].real.flatten())
         held = load.argsort(descending=True)[: len(held) + 1].tolist()
     one, real = found[0], found[0].real.flatten()
+    flags = {flag.kind: flag for each in found for flag in each.flags}
+    if aim.together and probe.ragged[0]:
+        detail = "the number of experts of a token varies, and smaller sets were not searched for."
+        flags["lower bound"] = Flag("lower bound", detail)
     clean_load = sets[0][real].float().mean(0)
     return AttackedLoad(
         attack=objective,
@@ -156,7 +157,7 @@ def attack_load(
         steps=one.steps,
         seed=one.seed,
         options={**one.options, "experts": None},
-        flags=warn(*{flag.kind: flag for each in found for flag in each.flags}.values()),
+        flags=warn(*flags.values()),
     )
 
 

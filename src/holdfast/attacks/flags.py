@@ -26,6 +26,7 @@ Kind = Literal[
     "more steps help",
     "nothing changed",
     "still improving",
+    "lower bound",
 ]
 TOLERANCE = 1e-5  # two forwards that differ by more, relative to the largest logit, are random; GPU kernels differ by less
 LATE_SHARE = 0.1  # of successes in the last quarter of the steps, above which an attack needs more steps

@@ -9,29 +9,26 @@ TextFooler also compares parts of speech, and takes neighbours from vectors trai
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from holdfast.attacks.flags import warn
 from holdfast.attacks.text import (
     STOP_WORDS,
     TYPOS,
     AttackedText,
-    Change,
     Span,
     Spans,
     Typo,
-    may_change,
+    Words,
+    attacked_texts,
     replaced,
     typos_of,
-    unchanged_flag,
-    words_of,
 )
-from holdfast.attacks.threat import Json, check_count, check_rate, check_seed, derived_seed
+from holdfast.attacks.threat import Json, check_count, derived_seed
 from holdfast.errors import require_known
 
 CANDIDATES = 20  # replacements that are tried for a word
@@ -94,9 +91,9 @@ def synonyms(
     options: dict[str, Json] = {"candidates": candidates}
     if similarity is not None:
         options["least_similarity"] = least_similarity
-    guide = _Guide(score, similarity, least_similarity)
-    places = _Places(stop_words, special, pieces, passages)
-    return _guided(texts, "synonyms", replacements, guide, places, rate=rate, seed=seed, keys=keys, options=options)
+    guide = partial(_greedy, score=score, similarity=similarity, least=least_similarity)
+    how: dict[str, Any] = {"stop_words": stop_words, "special": special, "keys": keys, "pieces": pieces}
+    return _guided(texts, "synonyms", replacements, guide, passages, rate=rate, seed=seed, options=options, **how)
 
 
 def guided_typos(
@@ -126,89 +123,68 @@ def guided_typos(
         return random.sample(possible, min(candidates, len(possible)))
 
     options: dict[str, Json] = {"candidates": candidates, "typos": list(typos), "inner": inner}
-    places = _Places(stop_words, special, None, passages)
-    guide = _Guide(score, None, 0.0)
-    return _guided(texts, "guided typos", replacements, guide, places, rate=rate, seed=seed, keys=keys, options=options)
-
-
-class _Places(NamedTuple):
-    """Which words may change, and the passages; the fields are options of `synonyms`."""
-
-    stop_words: Collection[str]
-    special: Collection[str]
-    pieces: Sequence[Spans] | None
-    passages: Sequence[Sequence[Span]] | None
-
-
-class _Guide(NamedTuple):
-    """What decides between replacements; the fields are options of `synonyms`."""
-
-    score: Score
-    similarity: Similarity | None
-    least_similarity: float
+    how: dict[str, Any] = {"stop_words": stop_words, "special": special, "keys": keys, "pieces": None}
+    guide = partial(_greedy, score=score)
+    return _guided(texts, "guided typos", replacements, guide, passages, rate=rate, seed=seed, options=options, **how)
 
 
 def _guided(
     texts: str | Sequence[str],
     attack: str,
     candidates: Candidates,
-    guide: _Guide,
-    places: _Places,
+    guide: Callable[..., dict[Span, str]],
+    passages: Sequence[Sequence[Span]] | None,
     *,
     rate: float,
     seed: int,
-    keys: Sequence[str] | None,
-    options: Mapping[str, Json],
+    **how: Any,
 ) -> AttackedText:
-    """Return the texts with words replaced by the `candidates` that `guide` prefers."""
-    check_rate(rate)
-    check_seed(seed)
-    documents = [texts] if isinstance(texts, str) else list(texts)
-    attacked, changes, words = list[str](), list[tuple[Change, ...]](), list[int]()
-    for number, text in enumerate(documents):
-        key = text if keys is None else keys[number]
-        allowed = None if places.pieces is None else frozenset(map(tuple, places.pieces[number].tolist()))
-        found = list(words_of(text, places.special))
+    """Return the texts with words replaced by the `candidates` that `guide` prefers (`_greedy`)."""
+
+    def choose(number: int, text: str, key: str, words: Words, may: Collection[Span]) -> dict[Span, str]:
         replacements = dict[Span, str]()
-        for start, end in [(0, len(text))] if places.passages is None else places.passages[number]:
+        for start, end in [(0, len(text))] if passages is None else passages[number]:
             random = Random(derived_seed(seed, attack, key, start))
-            may = {
-                (first - start, last - start): possible
-                for word, (first, last) in found
-                if start <= first and last <= end and may_change(word, (first, last), places.stop_words, allowed)
-                if (possible := [new for new in candidates(word, random) if new != word])
+            possible = {
+                (first - start, last - start): some
+                for word, (first, last) in words
+                if start <= first and last <= end and (first, last) in may
+                if (some := [new for new in candidates(word, random) if new != word])
             }
-            most = math.floor(rate * len(may) + random.random())
-            chosen = _greedy(text[start:end], number, may, most, guide)
+            most = math.floor(rate * len(possible) + random.random())
+            chosen = guide(text[start:end], number, possible, most)
             replacements |= {(first + start, last + start): new for (first, last), new in chosen.items()}
-        new_text, changed = replaced(text, replacements)
-        attacked.append(new_text)
-        changes.append(changed)
-        words.append(len(found))
-    flags = warn(*unchanged_flag(rate, changes))
-    options = {**options, "stop_words": len(places.stop_words), "special": sorted(places.special)}
-    return AttackedText(attack, tuple(attacked), tuple(changes), tuple(words), rate, seed, options, flags)
+        return replacements
+
+    return attacked_texts(texts, attack, choose, rate=rate, seed=seed, **how)
 
 
-def _greedy(text: str, document: int, may: Mapping[Span, Sequence[str]], most: int, guide: _Guide) -> dict[Span, str]:
+def _greedy(
+    text: str,
+    document: int,
+    may: Mapping[Span, Sequence[str]],
+    most: int,
+    score: Score,
+    similarity: Similarity | None = None,
+    least: float = 0.0,
+) -> dict[Span, str]:
     """Return at most `most` replacements, chosen word by word, from the most important word on."""
     chosen = dict[Span, str]()
-    if not most or bool(guide.score(document, [Version(text, ())]).succeeded[0]):
+    if not most or bool(score(document, [Version(text, ())]).succeeded[0]):
         return chosen
-    for span in _by_importance(text, document, list(may), guide.score):
+    for span in _by_importance(text, document, list(may), score):
         if len(chosen) == most:
             break
         tried = [chosen, *({**chosen, span: new} for new in may[span])]
         # The loss of the word itself does not count before either, so that the two can be compared.
-        loss, succeeded = guide.score(document, [_version(text, {span: text[slice(*span)], **one}) for one in tried])
-        usable, similarity = torch.ones_like(succeeded), None
-        if guide.similarity is not None:
-            similarity = guide.similarity(text, [replaced(text, one)[0] for one in tried]).to(loss.device)
-            usable = similarity >= guide.least_similarity
+        loss, succeeded = score(document, [_version(text, {span: text[slice(*span)], **one}) for one in tried])
+        usable, order = torch.ones_like(succeeded), -torch.arange(len(tried), device=loss.device).double()
+        if similarity is not None:
+            order = similarity(text, [replaced(text, one)[0] for one in tried]).to(loss.device).double()
+            usable = order >= least
         usable[0] = False
         wins = succeeded & usable
         if wins.any():
-            order = -torch.arange(len(tried), device=loss.device).double() if similarity is None else similarity.double()
             return tried[int(order.masked_fill(~wins, -math.inf).argmax())]
         best = int(loss.masked_fill(~usable, -math.inf).argmax())
         if usable[best] and loss[best] > loss[0]:

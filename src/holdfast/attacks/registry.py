@@ -15,10 +15,9 @@ from holdfast.attacks.adaptive import adaptive
 from holdfast.attacks.flags import Model
 from holdfast.attacks.guided_words import guided_typos, synonyms
 from holdfast.attacks.inputs import AttackedInputs
-from holdfast.attacks.pixels import fgsm, pgd, spsa
+from holdfast.attacks.pixels import fgsm, pgd, spsa, universal
 from holdfast.attacks.text import GENERIC, AttackedText, misspell, swap_words
 from holdfast.attacks.threat import distances
-from holdfast.attacks.universal import universal
 from holdfast.errors import unknown_name
 from holdfast.plugins import Registry, check_name, watch
 

@@ -31,8 +31,16 @@ from holdfast.attacks.flags import (
     warn,
     zero_gradient_flag,
 )
-from holdfast.attacks.route_goals import Goal, JoinExperts, LeaveSet
-from holdfast.attacks.route_search import Route, RouteProbe, RouteSearch, Target, nearest_targets
+from holdfast.attacks.route_search import (
+    Goal,
+    JoinExperts,
+    LeaveSet,
+    Route,
+    RouteProbe,
+    RouteSearch,
+    Target,
+    nearest_targets,
+)
 from holdfast.attacks.threat import Json, check_budget, check_count, check_seed, derived_seed, distances, gradient, row_norms
 from holdfast.routing import Context, Router, Traits
 from holdfast.routing.bounds import Norm, check_norm

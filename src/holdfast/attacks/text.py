@@ -9,9 +9,8 @@ import hashlib
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from random import Random
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +22,7 @@ from holdfast.errors import require_known
 Span = tuple[int, int]  # characters, [start, end)
 Spans = npt.NDArray[np.int64]  # (T,2)
 Places = npt.NDArray[np.intp]
+Words = Sequence[tuple[str, Span]]
 
 _LETTERS = r"(?:[^\W_]|[\u0300-\u036f])+"  # with combining accents, which belong to their letter
 _WORD = rf"{_LETTERS}(?:(?:['\u2019_-]|(?<=\d)[.,](?=\d)){_LETTERS})*"
@@ -166,45 +166,64 @@ def change_words(
 
     replace      a function of a word and of a `random.Random` of its own, from which it draws all its random numbers
     stop_words   words that are never replaced; by default `STOP_WORDS`
-    options      what the result records of the attack
+    options      what the result records of the attack, beside the words that it leaves alone
     pieces       the spans of each document's tokens: then only words that are exactly one token are replaced
 
     A document's random numbers depend only on the seed and on its key, by default its own text, and every word takes the
     same number of them. So other documents do not matter, and a higher rate changes the same words and more.
     """
+
+    def choose(number: int, text: str, key: str, words: Words, may: Collection[Span]) -> dict[Span, str]:
+        random, chosen = Random(derived_seed(seed, attack, key)), dict[Span, str]()
+        for word, span in words:
+            is_drawn = random.random() < rate
+            own = Random(int(random.random() * 2**53))  # so that `replace` may draw any number of random numbers
+            if is_drawn and span in may and (new := replace(word, own)) is not None and new != word:
+                chosen[span] = new
+        return chosen
+
+    how: dict[str, Any] = {"special": special, "keys": keys, "pieces": pieces, "options": options or {}}
+    stop_words = STOP_WORDS if stop_words is None else stop_words
+    return attacked_texts(texts, attack, choose, rate=rate, seed=seed, stop_words=stop_words, **how)
+
+
+def attacked_texts(
+    texts: str | Sequence[str],
+    attack: str,
+    choose: Callable[[int, str, str, Words, Collection[Span]], Mapping[Span, str]],
+    *,
+    rate: float,
+    seed: int,
+    stop_words: Collection[str],
+    special: Collection[str],
+    keys: Sequence[str] | None,
+    pieces: Sequence[Spans] | None,
+    options: Mapping[str, Json],
+) -> AttackedText:
+    """Return the texts with the words that `choose` returns, by span, in the place of others.
+
+    choose      gets the number of a document, its text, its key, its words, and the spans of those that may change
+
+    The other options are those of `change_words`.
+    """
     check_rate(rate)
     check_seed(seed)
-    stop_words = STOP_WORDS if stop_words is None else frozenset(stop_words)
-    documents = [texts] if isinstance(texts, str) else list(texts)
+    documents, stops = [texts] if isinstance(texts, str) else list(texts), frozenset(stop_words)
     if keys is not None and len(keys) != len(documents):
         raise ValueError(f"{len(keys)} keys for {len(documents)} documents; expected one key per document.")
-    attacked: list[str] = []
-    changes: list[tuple[Change, ...]] = []
-    words: list[int] = []
+    attacked, changes, counts = list[str](), list[tuple[Change, ...]](), list[int]()
     for number, (text, key) in enumerate(zip(documents, documents if keys is None else keys, strict=True)):
-        allowed = None if pieces is None else frozenset(map(tuple, pieces[number].tolist()))
-        random = Random(derived_seed(seed, attack, key))
-        replacements = dict[Span, str]()
-        count = 0
-        for word, span in words_of(text, special):
-            count += 1
-            chosen = random.random() < rate
-            word_seed = int(random.random() * 2**53)  # of its own, so that `replace` may draw any number of random numbers
-            if chosen and may_change(word, span, stop_words, allowed):
-                new = replace(word, Random(word_seed))
-                if new is not None and new != word:
-                    replacements[span] = new
-        new_text, changed = replaced(text, replacements)
+        words = list(words_of(text, special))
+        may = {span for word, span in words if word.lower().replace("\u2019", "'") not in stops}
+        if pieces is not None:
+            may &= set(map(tuple, pieces[number].tolist()))
+        new_text, changed = replaced(text, choose(number, text, key, words, may))
         attacked.append(new_text)
         changes.append(changed)
-        words.append(count)
+        counts.append(len(words))
     flags = warn(*unchanged_flag(rate, changes))
-    return AttackedText(attack, tuple(attacked), tuple(changes), tuple(words), rate, seed, options or {}, flags)
-
-
-def may_change(word: str, span: Span, stop_words: Collection[str], allowed: Collection[Span] | None) -> bool:
-    """Return whether an attack may change a word: it is no stop word, and its span is one of the `allowed`, if not None."""
-    return word.lower().replace("\u2019", "'") not in stop_words and (allowed is None or span in allowed)
+    recorded = {**options, "stop_words": len(stops), "special": sorted(special)}
+    return AttackedText(attack, tuple(attacked), tuple(changes), tuple(counts), rate, seed, recorded, flags)
 
 
 def replaced(text: str, replacements: Mapping[Span, str]) -> tuple[str, tuple[Change, ...]]:
@@ -292,16 +311,8 @@ def swap_words(
         return words[place]
 
     source: dict[str, Json] = {"token": token} if words is None else {"words": len(words)}
-    change = _recorded(texts, stop_words, special, source)
-    return change("word swap", replace, rate=rate, seed=seed, keys=keys, pieces=pieces)
-
-
-def _recorded(
-    texts: str | Sequence[str], stop_words: Collection[str], special: Collection[str], options: Mapping[str, Json]
-) -> Callable[..., AttackedText]:
-    """Return `change_words` of these texts, which records the words that it leaves alone beside other options."""
-    options = {**options, "stop_words": len(stop_words), "special": sorted(special)}
-    return partial(change_words, texts, stop_words=stop_words, special=special, options=options)
+    how: dict[str, Any] = {"stop_words": stop_words, "special": special, "keys": keys, "options": source}
+    return change_words(texts, "word swap", replace, rate=rate, seed=seed, pieces=pieces, **how)
 
 
 def swappable(words: Iterable[str]) -> list[str]:
@@ -361,8 +372,8 @@ def misspell(
         ways = possible[int(random.random() * len(possible))]
         return ways[int(random.random() * len(ways))]
 
-    change = _recorded(texts, stop_words, special, {"typos": list(typos), "inner": inner})
-    return change("typos", replace, rate=rate, seed=seed, keys=keys)
+    how: dict[str, Any] = {"stop_words": stop_words, "special": special, "keys": keys}
+    return change_words(texts, "typos", replace, rate=rate, seed=seed, options={"typos": list(typos), "inner": inner}, **how)
 
 
 def _places(word: str, inner: bool) -> list[int]:

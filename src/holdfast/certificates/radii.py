@@ -24,8 +24,7 @@ from holdfast.certificates.arithmetic import Arithmetic, Rounding
 from holdfast.certificates.certificates import Certificates, Kind
 from holdfast.certificates.planes import RadiusProblem
 from holdfast.certificates.router_conditions import CertifiedRouter, Gate, describe_gate, describe_router
-from holdfast.certificates.sampling import Smoothing
-from holdfast.certificates.voting import MajorityVote, certify_vote
+from holdfast.certificates.voting import MajorityVote, Smoothing, certify_vote
 from holdfast.routing import Context, Router
 from holdfast.routing.bounds import Norm, check_norm, lengths
 from holdfast.routing.declarations import NoCertificate

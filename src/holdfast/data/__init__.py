@@ -21,8 +21,8 @@ from holdfast.data.labelled_texts import LabelledText as LabelledText
 from holdfast.data.labelled_texts import TextSet as TextSet
 from holdfast.data.labelled_texts import text_set as text_set
 from holdfast.data.labelled_texts import text_sets as text_sets
-from holdfast.data.question_sources import question_set as question_set
-from holdfast.data.question_sources import question_sets as question_sets
+from holdfast.data.question_files import question_set as question_set
+from holdfast.data.question_files import question_sets as question_sets
 from holdfast.data.questions import Dialogue as Dialogue
 from holdfast.data.questions import Dialogues as Dialogues
 from holdfast.data.questions import Question as Question

@@ -33,11 +33,10 @@ from holdfast.hub.families import MoEFamily, routing_from_gate
 from holdfast.hub.forwards import PerThread, is_called_alone
 from holdfast.kernels.grouped import Dispatch
 from holdfast.kernels.quantised import FLOATS, as_float, is_quantised
-from holdfast.layers import LAYERS, Experts
+from holdfast.layers import Experts
 from holdfast.layers.expert_losses import Teacher
-from holdfast.layers.experts import UNKNOWN_FORMAT, Network, activate_used_rows, run_experts
-from holdfast.layers.gradient_scaling import gradient_factors
-from holdfast.layers.moe import with_expert_losses
+from holdfast.layers.experts import UNKNOWN_FORMAT, Network, activate_used_rows, gradient_factors, run_experts
+from holdfast.layers.moe import run_layer, with_expert_losses
 from holdfast.routing import Router, Routing
 from holdfast.routing.declarations import Order, Values
 from holdfast.routing.parts import LinearScore, ScoreDeclarations
@@ -256,12 +255,7 @@ class SparseLayer(nn.Module):
         routing, tokens = called(hidden_states, context), context.zero_unusable(hidden_states)
         routing = with_expert_losses(routing, router, self.experts, tokens, context.token_mask, self.teacher)
         weights = capture.record_routing(hidden_states, routing, context, router.losses)
-        most_rows = None if context.replayed is not None else router.select.most_rows(routing.experts.shape[0])
-        run = LAYERS[router.select.layer_kind].run
-        scaled = router.gradient_scaling is not None
-        factors = gradient_factors(router, routing, context.token_mask) if scaled else None
-        out = run(self.experts, tokens, routing, weights, context.token_mask, most_rows, factors)
-        out = out if self.shared is None else out + self.shared(tokens)
+        out = run_layer(router, self.experts, self.shared, tokens, routing, weights, context)
         out = out if len(shape) == 3 else out.reshape(*shape[:-1], out.shape[-1])
         return out if self.dropout is None else self.dropout(out)
 

@@ -3,25 +3,35 @@
     y_t = sum_s weight_ts FFN_{expert_ts}(x_t),   FFN(x) = down(activation(gate x) * up x)  or  down(activation(up x))
 
 Slots are sorted by expert, each expert multiplies its rows, and the results are added in float32 (`kernels.grouped`).
+
+Gradients of experts can be scaled by their load, so that an expert with few tokens learns as fast as one with many:
+
+    n_e the real tokens of expert e in the batch of all ranks, c = `gradient_scaling`
+    gradient of e's weights  <-  gradient * clip(mean_e n_e / max(n_e, 1), 1/c, c)
+
+A loss that is a mean over T tokens gives an expert (n_e / T) times its mean gradient per token. Within the clip this becomes
+(mean_e n_e / T) times that mean, whatever its load is (survey, section 4.3). Only weights and biases of experts are scaled:
+gradients of tokens and of routers stay. With several micro-batches per step, each is scaled by its own loads.
 """
 
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from holdfast.certificates.networks import Networks
+from holdfast.certificates.outputs import Networks
 from holdfast.errors import require_known
 from holdfast.kernels.grouped import Dispatch, dispatch, gather_mm, mm_combine
 from holdfast.kernels.quantised import FLOATS, as_float
 from holdfast.kernels.torch_internals import is_exporting
 from holdfast.layers.expert_parallel import ExpertShards
-from holdfast.layers.gradient_scaling import with_scaled_gradient
+from holdfast.routing import Router, Routing
 from holdfast.routing.declarations import NoCertificate
+from holdfast.routing.state import sum_over_ranks
 
 Activation = Callable[[Tensor], Tensor]
 UNKNOWN_FORMAT = "experts cannot run with weights in this format; exclude them from quantisation"
@@ -316,3 +326,33 @@ def slope_of(activation: Activation) -> float:
         reason = f"no steepest slope is known for their activation, {called}; known are {', '.join(SLOPES)}"
         raise NoCertificate(f"no bound of the output is known for these experts: {reason}")
     return SLOPES[name]
+
+
+def gradient_factors(router: Router, routing: Routing, token_mask: Tensor | None) -> Tensor | None:
+    """Return (E,): the factor of each expert's gradients in this forward; None if they stay. Every rank must call it."""
+    largest = router.gradient_scaling
+    assert largest is not None
+    if not (router.training and torch.is_grad_enabled()):
+        return None
+    with torch.no_grad():
+        used = routing.chosen if token_mask is None else routing.chosen & token_mask.reshape(-1, 1)
+        loads = sum_over_ranks(used.sum(0).float())
+        return (loads.mean() / loads.clamp_min(1)).clamp(1 / largest, largest)
+
+
+class _ScaledGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, factors: Tensor) -> Tensor:
+        ctx.save_for_backward(factors)
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (factors,) = ctx.saved_tensors
+        return grad * factors.to(grad.dtype).view(-1, *[1] * (grad.dim() - 1)), None
+
+
+def with_scaled_gradient(weight: Tensor, factors: Tensor) -> Tensor:
+    """Return `weight (E,...)`; in its gradient each expert is multiplied by its entry of `factors (E,)`."""
+    scaled: Tensor = _ScaledGradient.apply(weight, factors)
+    return scaled

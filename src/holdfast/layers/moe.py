@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from holdfast.certificates import LayerParts, Networks, NoCertificate
 from holdfast.kernels.torch_internals import is_exporting
 from holdfast.layers.expert_losses import Teacher, of_experts
-from holdfast.layers.experts import Activation, Experts, resolve_activation, slope_of
-from holdfast.layers.gradient_scaling import gradient_factors
+from holdfast.layers.experts import Activation, Experts, gradient_factors, resolve_activation, slope_of
 from holdfast.layers.losses import Losses
 from holdfast.routing import Context, Router, Routing
 from holdfast.routing.declarations import LayerKind
@@ -69,30 +68,34 @@ class RoutedLayer(nn.Module, ABC):
             tokens = context.zero_unusable(tokens.view(*context.token_mask.shape, -1)).view(tokens.shape)
         routing: Routing = self.router(tokens, context)
         routing = with_expert_losses(routing, self.router, self.experts, tokens, context.token_mask, self.teacher)
-        most_rows = None if context.replayed is not None else self.router.select.most_rows(routing.experts.shape[0])
-        scaled = self.router.gradient_scaling is not None
-        factors = gradient_factors(self.router, routing, context.token_mask) if scaled else None
-        out = self.run(self.experts, tokens, routing, routing.weights, context.token_mask, most_rows, factors)
-        if self.shared is not None:
-            out = out + self.shared(tokens)
-        return out, routing
+        return run_layer(self.router, self.experts, self.shared, tokens, routing, routing.weights, context), routing
 
     @staticmethod
     @abstractmethod
-    def run(
-        experts: Experts,
-        tokens: Tensor,
-        routing: Routing,
-        weights: Tensor,
-        real: Tensor | None,
-        most_rows: int | None,
-        factors: Tensor | None = None,
-    ) -> Tensor:
+    def run(experts: Experts, tokens: Tensor, routing: Routing, weights: Tensor, real: Tensor | None, **how: Any) -> Tensor:
         """Return the outputs (B,N,out) of `experts` for `tokens (B,N,d)`, with `weights (T,K)` for those of the routing.
 
-        most_rows   as the selector that returned the routing declares it; None: not known
-        factors     (E,), by which the gradients of experts are multiplied; None: by 1
+        how     what `run_layer` knows more, for experts that are called with the tokens themselves
         """
+
+
+def run_layer(
+    router: Router,
+    experts: Any,
+    shared: nn.Module | None,
+    tokens: Tensor,
+    routing: Routing,
+    weights: Tensor,
+    context: Context,
+) -> Tensor:
+    """Return the output (B,N,out) of a layer for `tokens (B,N,d)`, with `weights (T,K)` for those of the routing."""
+    how: dict[str, Any] = {}  # only what is known: experts of one's own need not have these arguments
+    if context.replayed is None and (most_rows := router.select.most_rows(routing.experts.shape[0])) is not None:
+        how["most_rows"] = most_rows
+    if router.gradient_scaling is not None:  # (E,), by which the gradients of experts are multiplied; None: by 1
+        how["factors"] = gradient_factors(router, routing, context.token_mask)
+    out = LAYERS[router.select.layer_kind].run(experts, tokens, routing, weights, context.token_mask, **how)
+    return out if shared is None else out + shared(tokens)
 
 
 def with_expert_losses(
@@ -138,18 +141,8 @@ class MoE(RoutedLayer):
         return LayerParts(self.router, self.experts.networks(), shared, self.router.scale)
 
     @staticmethod
-    def run(
-        experts: Experts,
-        tokens: Tensor,
-        routing: Routing,
-        weights: Tensor,
-        real: Tensor | None,
-        most_rows: int | None,
-        factors: Tensor | None = None,
-    ) -> Tensor:
-        given = {"most_rows": most_rows, "factors": factors}
-        given = {name: value for name, value in given.items() if value is not None}  # experts of one's own need not know it
-        out: Tensor = experts(tokens.reshape(-1, tokens.shape[-1]), routing.experts, weights, **given)
+    def run(experts: Experts, tokens: Tensor, routing: Routing, weights: Tensor, real: Tensor | None, **how: Any) -> Tensor:
+        out: Tensor = experts(tokens.reshape(-1, tokens.shape[-1]), routing.experts, weights, **how)
         return out.view(*tokens.shape[:-1], out.shape[-1])
 
 
@@ -165,15 +158,7 @@ class SoftMoE(RoutedLayer):
     kind = "soft"
 
     @staticmethod
-    def run(
-        experts: Experts,
-        tokens: Tensor,
-        routing: Routing,
-        weights: Tensor,
-        real: Tensor | None,
-        most_rows: int | None,
-        factors: Tensor | None = None,
-    ) -> Tensor:
+    def run(experts: Experts, tokens: Tensor, routing: Routing, weights: Tensor, real: Tensor | None, **how: Any) -> Tensor:
         assert routing.dispatch is not None and routing.shares is not None
         (sequences, length, dim), (_, count, slots) = tokens.shape, routing.shares.shape
         dispatch = routing.dispatch.flatten(1)
@@ -202,15 +187,7 @@ class SMEAR(RoutedLayer):
     kind = "smear"
 
     @staticmethod
-    def run(
-        experts: Experts,
-        tokens: Tensor,
-        routing: Routing,
-        weights: Tensor,
-        real: Tensor | None,
-        most_rows: int | None,
-        factors: Tensor | None = None,
-    ) -> Tensor:
+    def run(experts: Experts, tokens: Tensor, routing: Routing, weights: Tensor, real: Tensor | None, **how: Any) -> Tensor:
         dense = torch.zeros_like(routing.gates).scatter(1, routing.experts, weights).unflatten(0, tokens.shape[:2])
         # All tokens of a sequence have the same gates. Padding that contains NaN has no gradient: take a real token.
         if tokens.shape[1] == 0:

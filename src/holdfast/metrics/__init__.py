@@ -1,8 +1,6 @@
 """Metrics of tasks and of routing. They read records, never a model; they skip padding, and parts of a run can be merged."""
 
 from holdfast.metrics.accumulator import Accumulator as Accumulator
-from holdfast.metrics.modalities import Modalities as Modalities
-from holdfast.metrics.modalities import ModalityUse as ModalityUse
 from holdfast.metrics.paired import Blocks as Blocks
 from holdfast.metrics.paired import Cost as Cost
 from holdfast.metrics.paired import Difference as Difference
@@ -29,6 +27,8 @@ from holdfast.metrics.selection import ExpertsPerToken as ExpertsPerToken
 from holdfast.metrics.selection import GateEntropy as GateEntropy
 from holdfast.metrics.selection import LayerInstability as LayerInstability
 from holdfast.metrics.selection import Load as Load
+from holdfast.metrics.selection import Modalities as Modalities
+from holdfast.metrics.selection import ModalityUse as ModalityUse
 from holdfast.metrics.selection import NearTie as NearTie
 from holdfast.metrics.selection import NearTieMass as NearTieMass
 from holdfast.metrics.selection import NearTies as NearTies

@@ -20,7 +20,7 @@ import torch
 
 from holdfast.attacks import attack_smoothed
 from holdfast.certificates import Smoothing, certify_predictions
-from holdfast.certificates.predictions import count_classes
+from holdfast.certificates.voting import count_classes
 from holdfast.checked import from_mapping
 from holdfast.files import LARGEST, append, read_json, read_text, require_no_links, write_atomically
 from holdfast.hub.folder_files import sha256_of

@@ -114,7 +114,7 @@ def curve_of(
         return attack_curve(lambda at: attack_pixels(attack, classify, pixels, labels, budget=at, **given), budgets)
 
 
-def described_curve(points: Curve, clean: tuple[Tensor, Tensor]) -> dict[str, Any]:
+def described_curve(points: Curve, clean: tuple[Tensor, Tensor | None]) -> dict[str, Any]:
     """Return a curve as JSON: for each budget, from 0 on, the error, the top-5 error and the largest change made."""
     rows = [(point.budget, point.success, point.beyond(TOP), point.realised) for point in points]
     rows = [*([] if points[0].budget == 0 else [(0.0, *clean, 0.0)]), *rows]

@@ -175,10 +175,13 @@ class LabelTask(TextsTask):
     def training(self) -> EncodedTexts:
         return self.encoded(self.text_set.texts("train"))
 
-    @cached_property
+    @property
     def width(self) -> int:
         """The number of tokens that training texts are padded to: one for all batches, so that a step can be captured."""
-        longest = int(self.training.lengths.max())
+        return self._width(self.training, self._attacked_training)
+
+    def _width(self, *texts: EncodedTexts | None) -> int:
+        longest = max(int(one.lengths.max()) for one in texts if one is not None)
         return min(self.recipe.data.length, -(-longest // ROUNDED_TO) * ROUNDED_TO)
 
     def size_warning(self, model: Any) -> str | None:
@@ -193,13 +196,13 @@ class LabelTask(TextsTask):
     def examples(self, seed: int) -> Examples:
         training, labels = self.recipe.training, self.labels("train")
         order = Order(len(labels), training.batch * training.accumulate, seed)
-        steps, attacked = training.step_count(len(labels)), self._attacked_training
+        steps, attacked, width = training.step_count(len(labels)), self._attacked_training, self.width
 
         def fetch(order: ExampleOrder, places: Sequence[int]) -> Inputs:
             numbers = order.at(places)
-            view = {} if attacked is None else attacked.batch(numbers, self.width)
+            view = {} if attacked is None else attacked.batch(numbers, width)
             return {
-                **self._inputs(self.training, labels, numbers),
+                **_inputs(self.training, labels, width, numbers),
                 **{f"{ATTACKED}{name}": value for name, value in view.items()},
             }
 
@@ -218,7 +221,7 @@ class LabelTask(TextsTask):
     def validation(self) -> Dataset[Inputs]:
         rows = self.text_set.texts("valid")[:VALIDATION_TEXTS]
         encoded, labels = self.encoded(rows), self.labels("valid")[:VALIDATION_TEXTS]
-        return HeldOut(range(len(rows)), partial(self._inputs, encoded, labels))
+        return HeldOut(range(len(rows)), partial(_inputs, encoded, labels, self._width(encoded)))
 
     def held_out_figure(self, model: Any) -> float:
         rows = self.text_set.texts("valid")[:VALIDATION_TEXTS]
@@ -229,9 +232,6 @@ class LabelTask(TextsTask):
         """Return (n,): the classes of a split, int64, or the numbers to predict, float32."""
         values = [row.label for row in self.text_set.texts(split)]
         return torch.tensor(values, dtype=torch.float32 if self.text_set.is_regression else torch.int64)
-
-    def _inputs(self, encoded: EncodedTexts, labels: Tensor, numbers: Tensor) -> Inputs:
-        return {**encoded.batch(numbers, self.width), "labels": labels[numbers]}
 
     def test_texts(self) -> tuple[list[str], None]:
         return flat_texts(self.text_set.texts("test")), None
@@ -361,6 +361,10 @@ class LabelTask(TextsTask):
     def view(self, model: Any) -> View:
         encoded = self.encoded(self.text_set.texts("test")[:MOST_TOKENS])
         return self._view(model, encoded.batch(range(max(1, int((encoded.ends <= MOST_TOKENS).sum())))))
+
+
+def _inputs(encoded: EncodedTexts, labels: Tensor, width: int, numbers: Tensor) -> Inputs:
+    return {**encoded.batch(numbers, width), "labels": labels[numbers]}
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ from holdfast.hub import trace
 from holdfast.hub.tracing import layers_of_images, routing_modules
 from holdfast.metrics import ModalityUse, RoutingChanges
 from holdfast.metrics.accumulator import Accumulator
-from holdfast.metrics.modalities import MODALITIES
+from holdfast.metrics.selection import MODALITIES
 from holdfast.routing import Router, Routing
 from holdfast.train.task import Inputs, forward
 

@@ -17,7 +17,7 @@ from typing import Annotated, Any, ClassVar, final
 
 import torch
 
-from holdfast.certificates.sampling import certified_radius, lowest_chance
+from holdfast.certificates.voting import certified_radius, lowest_chance
 from holdfast.checked import Limits
 from holdfast.errors import require_extra
 from holdfast.metrics import Difference, Shares, level_of

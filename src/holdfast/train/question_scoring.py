@@ -20,7 +20,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from holdfast.data.encoded_questions import QuestionEncoder, Row
+from holdfast.data.encoded_texts import QuestionEncoder, Row
 from holdfast.data.questions import Put, Question, put
 from holdfast.train.task import Inputs, forward
 

@@ -261,21 +261,8 @@ class StagePart:
 
     def training(self, last: TrainingPart) -> TrainingPart:
         """Return how the stage is trained; `last` is how the experts are."""
-        own: dict[str, Any] = {
-            "steps": self.steps,
-            "batch": self.batch,
-            "learning_rate": self.learning_rate,
-            "warmup": self.warmup,
-        }
-        never: dict[str, Any] = {
-            "epochs": None,
-            "accumulate": 1,
-            "validate_every": None,
-            "keep": "last",
-            "best_by": "loss",
-            "snapshots": 1,
-        }
-        return replace(last, **own, **never, interference=False)
+        own: dict[str, Any] = {**asdict(self), "epochs": None, "accumulate": 1}
+        return replace(last, **own, validate_every=None, keep="last", best_by="loss", snapshots=1, interference=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,9 +271,7 @@ class StagesPart:
 
     vision: StagePart | None = None  # the vision tower: what is in each cell of a drawn scene
     language: StagePart | None = None  # the language model: the texts, without pictures
-    captions: StagePart | None = (
-        None  # the connector and the language model: what is in each cell of a drawn scene, in words
-    )
+    captions: StagePart | None = None  # the connector and the language model: what is in each cell, in words
     connector: StagePart | None = None  # the connector: the answers
 
 

@@ -125,6 +125,7 @@ def attack_routers(
     size = "" if len(budgets) > 1 else f" by up to {budgets[0]:.3g} of their length"
     return {
         "title": f"{attack.title}: {what} perturbed{size} (l2)",
+        "caption": f"A budget is a share of the length of each of these {what}. Columns with perturbations have lengths.",
         "columns": ["layer", "tokens", "budget", *attack.columns],
         "rows": rows,
         "flags": flags,

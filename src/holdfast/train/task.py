@@ -147,6 +147,7 @@ class Task(ABC):
     noise_unit: ClassVar[str] = ""  # of the numbers that noise is added to, in a sentence
     # Why attacks on the pixels of images are refused, if they are.
     not_images: ClassVar[str] = "this model reads texts: use words, typos or routes"
+    not_texts: ClassVar[str] = "this model's task is images: use fgsm, pgd, spsa or corruptions"  # the same of words
     faster: ClassVar[str] = "To make it shorter, set training.steps or training.batch to less, or use a smaller model."
 
     @property
@@ -260,7 +261,7 @@ class Task(ABC):
         synonyms    a file with synonyms of words, for attacks that take neighbours of words
         encoder     a folder with a sentence encoder, for attacks that take the similarity of texts
         """
-        raise ValueError(f"{kind} attacks texts, but this model's task is images: use fgsm, pgd, spsa or corruptions.")
+        raise ValueError(f"{kind} attacks texts, but {self.not_texts}.")
 
     def noisy_examples(self, model: Any, count: int) -> tuple[list[int], Callable[[int], NoisyExample]]:
         """Return the numbers of so many test examples, evenly spaced, and the function from a number to the example.

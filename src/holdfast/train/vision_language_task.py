@@ -36,9 +36,9 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
 
 from holdfast.attacks import CORRUPTIONS, corrupt, misspell
-from holdfast.data import Document, ExampleOrder, Order, PixelScaling, QuestionSet, Tokenizer, question_set
+from holdfast.data import Document, Order, PixelScaling, QuestionSet, Tokenizer, question_set
 from holdfast.data.documents import Corpus
-from holdfast.data.encoded_questions import IGNORED, QuestionEncoder, Row
+from holdfast.data.encoded_texts import IGNORED, QuestionEncoder, Row
 from holdfast.data.images import Images
 from holdfast.data.question_files import read_tests
 from holdfast.data.questions import PICTURE, Question, cell_targets, prior_error
@@ -65,7 +65,6 @@ from holdfast.train.recipe import Recipe, StagePart
 from holdfast.train.snapshots import Changed, record_routes, shown_routes
 from holdfast.train.start import padding_token, start_model, start_scaling, start_tokenizer
 from holdfast.train.task import (
-    AttackTable,
     Examples,
     HeldOut,
     Inputs,
@@ -110,6 +109,7 @@ class VisionLanguageTask(Task):
 
     scaling: PixelScaling
     not_images = "this model answers questions; `holdfast evaluate` corrupts its pictures: use fgsm, pgd or routes"
+    not_texts = "this model answers questions about pictures: use fgsm, pgd or routes"
     faster = "To make it shorter, set training.steps, training.batch or data.length to less, or use a smaller model."
 
     def __init__(
@@ -282,8 +282,8 @@ class VisionLanguageTask(Task):
         training, numbers = self.recipe.training, self._numbers()
         order = Order(len(numbers), training.batch * training.accumulate, seed)
         own = {"language": self._texts, "vision": self._cells, "captions": self._captions}
-        fetch = partial(self._fetch, own.get(str(self.stage), self._answers), numbers)
-        return Examples(order, fetch, training.step_count(len(numbers)))
+        read = own.get(str(self.stage), self._answers)
+        return Examples(order, lambda order, places: read(numbers[order.at(places)]), training.step_count(len(numbers)))
 
     def _numbers(self) -> Tensor:
         """Return the numbers of the training dialogues that the stage learns from; others have no gradient."""
@@ -299,10 +299,6 @@ class VisionLanguageTask(Task):
                     f"{self.recipe.data.length} tokens; set it to more, or leave out the stage."
                 )
         return torch.tensor(found, device="cpu")
-
-    @staticmethod
-    def _fetch(read: Callable[[Tensor], Inputs], numbers: Tensor, order: ExampleOrder, places: Sequence[int]) -> Inputs:
-        return read(numbers[order.at(places)])
 
     def _answers(self, numbers: Tensor) -> Inputs:
         return self._inputs("train", self.training, numbers, self.width)
@@ -506,12 +502,6 @@ class VisionLanguageTask(Task):
 
     def size_line(self, model: Any) -> str | None:
         return f"{self.width} tokens per dialogue, {self.encoder.patches} of them of its picture"
-
-    def attack_words(self, model: Any, kind: str, **_: Any) -> AttackTable:
-        raise ValueError(
-            f"{kind} attacks texts that a model learns, and this model answers questions about pictures: use fgsm, pgd or "
-            "routes."
-        )
 
 
 def reword(questions: Sequence[Question]) -> list[Question]:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 import holdfast
 from holdfast.attacks import random_tokens, search_tokens
+from holdfast.auditing.triggers import InsertedTokens
 from holdfast.hub.families import routing_from_gate
-from holdfast.hub.inserted_tokens import InsertedTokens
 from holdfast.hub.tracing import routing_modules
 
 LAYER, EXPERT, PLACE = 1, 2, 1
