@@ -150,7 +150,7 @@ def test_no_attacked_and_no_held_out_text_is_cut_where_the_training_texts_end(tm
         (tmp_path / f"{split}.csv").write_text("text,label\n" + "".join(rows))
     robust = {"robust.method": "words", "robust.budget": 1.0}
     plain, task = (task_of(tmp_path, **{"data.tokens": "bytes", "data.length": 64}, **each) for each in ({}, robust))
-    assert plain.width == 16 and int(plain.validation()[0]["attention_mask"].sum()) == len(held_out)
+    assert plain.width == 16 and int(plain.validation().__getitems__([0])["attention_mask"].sum()) == len(held_out)
     batch, attacked = task.examples(0).__getitems__(range(16)), task._attacked_training
     assert attacked is not None and int(attacked.lengths.max()) > plain.width
     assert int(batch["attacked_attention_mask"].sum()) == int(attacked.lengths.sum())

@@ -761,7 +761,7 @@ def test_attacks_that_ask_some_questions_only_are_refused(task: VisionLanguageTa
     from holdfast.train import attack_images
 
     assert_refused("attack on pictures with questions: .*spsa", attack_images, model, task, "spsa", budget=0.1)
-    assert_refused("attack at least 1 question", attack_images, model, task, "pgd", budget=0.1, examples=0)
+    assert_refused("attack at least 1 example", attack_images, model, task, "pgd", budget=0.1, examples=0)
     assert_refused("use fgsm, pgd or routes", attack_images, model, task, "corruptions", budget=3)
     assert_refused("fgsm has no option restarts", attack_images, model, task, "fgsm", budget=0.1, restarts=2)
 

@@ -71,7 +71,7 @@ def attack_images(
         raise ValueError(f"{names[0]} attacks images, but {task.not_images}.")
     check_images_attacks(names, budgets, options)
     if examples < 1:
-        raise ValueError(f"examples is {examples}; attack at least 1 image.")
+        raise ValueError(f"examples is {examples}; attack at least 1 example.")
     how = {"steps": steps, "seed": seed, **options}
     if not isinstance(task, ImageTask):
         return _attack_questions(model, task, names, budgets, examples, how)

@@ -19,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from holdfast.attacks import AttackedText, Scored, Version
 from holdfast.data import Corpus, Document, ExampleOrder, LabelledText, Order, Tokenizer, text_set
@@ -218,7 +217,7 @@ class LabelTask(TextsTask):
             self._attacked_texts[key] = None if texts is None else self.encoded(rows, texts)
         return self._attacked_texts[key]
 
-    def validation(self) -> Dataset[Inputs]:
+    def validation(self) -> HeldOut:
         rows = self.text_set.texts("valid")[:VALIDATION_TEXTS]
         encoded, labels = self.encoded(rows), self.labels("valid")[:VALIDATION_TEXTS]
         return HeldOut(range(len(rows)), partial(_inputs, encoded, labels, self._width(encoded)))
