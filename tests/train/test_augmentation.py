@@ -17,8 +17,8 @@ from holdfast.data import Order, PixelScaling
 from holdfast.data.draws import Draws, ManyDraws
 from holdfast.data.images import ArrayImages, FileImages
 from holdfast.train import Comparison, Recipe, build_model, load_recipe, make_task, parse_routers
-from holdfast.train.augmentation import AugmentedImages, AugmentPart, MovedImages, crop_box, mixing_term, soft_labels
-from holdfast.train.recipe import parse_router
+from holdfast.train.augmentation import AugmentedImages, MovedImages, crop_box, mixing_term, soft_labels
+from holdfast.train.recipe import AugmentPart, parse_router
 from holdfast.train.training import SingleRun
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")

@@ -23,57 +23,23 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any, final
+from typing import Any, final
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from holdfast.checked import Limits
 from holdfast.data import ExampleOrder, Images, PixelScaling
 from holdfast.data.draws import Draws, ManyDraws
 from holdfast.data.images import ArrayImages, Box, as_bytes, as_picture, from_picture
 from holdfast.metrics.tasks import IGNORED
+from holdfast.train.recipe import AugmentPart
 
 OF_IMAGES, OF_MIXING = 1, 2  # the second numbers of the keys of random draws
 RATIO = (3 / 4, 4 / 3)  # of the sides of a crop; Szegedy et al. 2015
 ERASED_SHARE, ERASED_RATIO = (0.02, 1 / 3), (0.3, 1 / 0.3)  # Zhong et al. 2020
 ATTEMPTS = 10  # at a box that lies within the image
-
-Area = Annotated[float, Limits(0.001, 1, "a number from 0.001 to 1")]
-Padding = Annotated[int, Limits(0, 1024, "a whole number from 0 to 1,024")]
-Magnitude = Annotated[float, Limits(0, 10, "a number from 0 to 10")]
-Operations = Annotated[int, Limits(1, 10, "a whole number from 1 to 10")]
-Alpha = Annotated[float, Limits(0, 4, "a number from 0 to 4")]
-Share = Annotated[float, Limits(0, 1, "a number between 0 and 1")]
 SECOND_LABELS, SECOND_SHARES = "second_labels", "second_shares"  # further inputs of a batch: z and s of each example
-
-
-@dataclass(frozen=True, kw_only=True)
-class AugmentPart:
-    """How training images are changed at random. By default they are not."""
-
-    crop: Area | None = None  # a random box with at least this share of the image, scaled to the image's size
-    pad: Padding = 0  # black pixels around an image, of which a random part of the image's size is used
-    flip: bool = False  # every other image is mirrored, left to right
-    randaugment: Magnitude = 0.0  # magnitude of RandAugment's operations
-    operations: Operations = 2  # how many operations RandAugment draws for an image; each is applied to every other image
-    erase: Share = 0.0  # share of images in which a random box is replaced by noise
-    mixup: Alpha = 0.0  # images are averaged in pairs, with a share from Beta(mixup, mixup)
-    cutmix: Alpha = 0.0  # a box of an image is replaced by that of another; its area is from Beta(cutmix, cutmix)
-
-    def __post_init__(self) -> None:
-        if self.crop is not None and self.pad:
-            raise ValueError("give one of training.augment.crop and training.augment.pad: both are random crops.")
-
-    @property
-    def in_use(self) -> bool:
-        return self != AugmentPart(operations=self.operations)
-
-    @property
-    def only_moves_pixels(self) -> bool:
-        """Whether no value of a pixel is computed: images are only shifted and mirrored."""
-        return self.crop is None and not any((self.randaugment, self.erase, self.mixup, self.cutmix))
 
 
 @final

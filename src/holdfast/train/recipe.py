@@ -26,7 +26,6 @@ from holdfast.model_size import require_sane_numbers
 from holdfast.plugins import plugins_of
 from holdfast.routing.grammar import read_value, split_braces, split_routers
 from holdfast.routing.presets import has_layers, preset_names, resolve_layers, written_name
-from holdfast.train.augmentation import AugmentPart, Share
 
 RECIPES = resources.files("holdfast.train") / "recipes"
 LONGEST_TOKEN = 100  # most letters of the word that an attack swaps in
@@ -70,6 +69,12 @@ Amount = Annotated[float, Limits(0, math.inf, "a number of at least 0")]
 Smoothing = Annotated[float, Limits(0, 0.999, "a number of at least 0 and below 1")]
 Severity = Annotated[int, Limits(1, 5, "a whole number from 1 to 5")]
 Above0 = Annotated[float, Limits(1e-6, 1e12, "a number above 0 and at most 10^12")]
+Area = Annotated[float, Limits(0.001, 1, "a number from 0.001 to 1")]
+Padding = Annotated[int, Limits(0, 1024, "a whole number from 0 to 1,024")]
+Magnitude = Annotated[float, Limits(0, 10, "a number from 0 to 10")]
+Operations = Annotated[int, Limits(1, 10, "a whole number from 1 to 10")]
+Alpha = Annotated[float, Limits(0, 4, "a number from 0 to 4")]
+Share = Annotated[float, Limits(0, 1, "a number between 0 and 1")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +159,33 @@ class DataPart:
     def columns(self) -> dict[str, Any]:
         """Return the columns of a table of labelled texts, as `data.text_set` takes them."""
         return {"text": self.text, "pair": self.pair, "label": self.label}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AugmentPart:
+    """How training images are changed at random. By default they are not."""
+
+    crop: Area | None = None  # a random box with at least this share of the image, scaled to the image's size
+    pad: Padding = 0  # black pixels around an image, of which a random part of the image's size is used
+    flip: bool = False  # every other image is mirrored, left to right
+    randaugment: Magnitude = 0.0  # magnitude of RandAugment's operations
+    operations: Operations = 2  # how many operations RandAugment draws for an image; each is applied to every other image
+    erase: Share = 0.0  # share of images in which a random box is replaced by noise
+    mixup: Alpha = 0.0  # images are averaged in pairs, with a share from Beta(mixup, mixup)
+    cutmix: Alpha = 0.0  # a box of an image is replaced by that of another; its area is from Beta(cutmix, cutmix)
+
+    def __post_init__(self) -> None:
+        if self.crop is not None and self.pad:
+            raise ValueError("give one of training.augment.crop and training.augment.pad: both are random crops.")
+
+    @property
+    def in_use(self) -> bool:
+        return self != AugmentPart(operations=self.operations)
+
+    @property
+    def only_moves_pixels(self) -> bool:
+        """Whether no value of a pixel is computed: images are only shifted and mirrored."""
+        return self.crop is None and not any((self.randaugment, self.erase, self.mixup, self.cutmix))
 
 
 @dataclass(frozen=True, kw_only=True)
