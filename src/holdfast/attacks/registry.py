@@ -35,6 +35,7 @@ TABLES = {  # `holdfast attack` runs these too; each returns a table, not one at
     "expert": "router inputs perturbed so that tokens ask for one expert",
     "overload": "router inputs perturbed so that one expert is asked for by as many tokens as possible",
     "imbalance": "router inputs perturbed so that the loads of experts are as uneven as possible",
+    "suffix": "tokens put into a text so that those after them ask for one expert",
 }
 ROUNDING = 1e-6  # relative to the budget
 

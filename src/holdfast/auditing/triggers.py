@@ -95,6 +95,20 @@ class InsertedTokens:
         counted = self.counted.to(rows.device).unsqueeze(-1)
         return (of_tokens * counted).sum(2) / counted.sum(1).clamp_min(1)
 
+    def values(self, tokens: Tensor) -> list[Tensor]:
+        """Return (C,E) of each layer: shares; of equal ones, that with larger gates is higher, by less than one token."""
+        less = 2 * int(self.counted.sum())
+        return [self.share(one) + self._over_texts(one.gates).clamp(0, 1) / less for one in self.shares(tokens)]
+
+    def share(self, shares: Shares) -> Tensor:
+        """Return (C,E): the share of all counted tokens that select each expert."""
+        return self._over_texts(shares.chosen)
+
+    def _over_texts(self, values: Tensor) -> Tensor:
+        """Return (C,E): the mean over tokens of `values` (C,S,E), which are means over the tokens of each text."""
+        counts = self.counted.sum(1).double().cpu()
+        return (values.double() * counts[:, None]).sum(1) / counts.sum()
+
     def slopes(self, tokens: Tensor, layer: int, expert: int, allowed: Tensor) -> Tensor:
         """Return (n,A): the gradient of an expert's mean log gate with respect to one-hot inserted tokens, at `tokens` (n,).
 
@@ -161,8 +175,7 @@ def find_triggers(
 ) -> Iterator[Triggers]:
     """Yield the triggers found so far, once for each layer, and before the first."""
     rows = trigger_texts(batches)
-    special = _special_tokens(encoder)
-    allowed = torch.tensor([number for number in range(_vocabulary(audited, encoder)) if number not in special])
+    allowed, special = allowed_tokens(audited.model, None if encoder is None else encoder.tokenizer)
     place = _leading(rows, special)
     searched, held_out = (_inserted(audited, rows[start::2], place) for start in (0, 1))
     drawn = random_tokens(allowed, RANDOM, tokens, seed)
@@ -174,7 +187,7 @@ def find_triggers(
         """Return the trigger of a layer, measured on the texts that were held out."""
         expert, found = search.best(layer)
         after = held_out.shares(found[None])[layer]
-        share, shares = float(_share(after, held_out)[0, expert]), _share(others[layer], held_out)[:, expert]
+        share, shares = float(held_out.share(after)[0, expert]), held_out.share(others[layer])[:, expert]
         # Random sequences use no gradients: if they do better, the search has failed.
         flags = [
             *search.flags[layer],
@@ -186,7 +199,7 @@ def find_triggers(
             tokens=found.tolist(),
             text=None if encoder is None else encoder.decode(found.tolist()),
             share=share,
-            without=float(_share(without[layer], held_out)[0, expert]),
+            without=float(held_out.share(without[layer])[0, expert]),
             random=float(shares.mean()),
             random_most=float(shares.max()),
             texts=float((after.chosen[0, :, expert] >= FORCED).double().mean()),
@@ -208,7 +221,7 @@ class _Search:
     def __init__(self, inserted: InsertedTokens, allowed: Tensor, drawn: Tensor, seed: int) -> None:
         self.inserted, self.allowed, self.seed = inserted, allowed, seed
         self.flags: dict[int, tuple[Flag, ...]] = {}
-        first = self._values(drawn)
+        first = inserted.values(drawn)
         self.random = [values.amax(0) for values in first]  # (E,) of each layer
         self.highest = [values.clone() for values in self.random]
         self.tokens = [drawn[values.argmax(0)] for values in first]  # (E,n) of each layer
@@ -239,29 +252,13 @@ class _Search:
         self.flags[layer] = found.flags if self.best(layer)[1].tolist() == list(found.tokens) else ()
 
     def _value(self, layer: int, expert: int, tokens: Tensor) -> Tensor:
-        values = self._values(tokens)
+        values = self.inserted.values(tokens)
         for place, of_layer in enumerate(values):
             highest, best = of_layer.max(0)
             better = highest > self.highest[place]
             self.highest[place] = highest.where(better, self.highest[place])
             self.tokens[place] = tokens[best].where(better[:, None], self.tokens[place])
         return values[layer][:, expert]
-
-    def _values(self, tokens: Tensor) -> list[Tensor]:
-        """Return (C,E) of each layer: shares; of equal ones, that with larger gates is higher, by less than one token."""
-        less = 2 * int(self.inserted.counted.sum())
-        found = self.inserted.shares(tokens)
-        return [_share(one, self.inserted) + _mean(one.gates, self.inserted).clamp(0, 1) / less for one in found]
-
-
-def _share(shares: Shares, inserted: InsertedTokens) -> Tensor:
-    return _mean(shares.chosen, inserted)
-
-
-def _mean(values: Tensor, inserted: InsertedTokens) -> Tensor:
-    """Return (C,E): the mean over tokens of `values` (C,S,E), which are means over the tokens of each text."""
-    counts = inserted.counted.sum(1).double().cpu()
-    return (values.double() * counts[:, None]).sum(1) / counts.sum()
 
 
 def _inserted(audited: AuditedModel, rows: list[Tensor], place: int) -> InsertedTokens:
@@ -270,17 +267,13 @@ def _inserted(audited: AuditedModel, rows: list[Tensor], place: int) -> Inserted
     return InsertedTokens(audited.model, audited.forward, ids, mask, place)
 
 
-def _vocabulary(audited: AuditedModel, encoder: TextEncoder | None) -> int:
-    known = int(audited.model.get_input_embeddings().num_embeddings)
-    return known if encoder is None else min(known, len(encoder.tokenizer))
-
-
-def _special_tokens(encoder: TextEncoder | None) -> set[int]:
-    """Return the tokens that no text has, which a trigger must not have either: of padding, ends and unknown words."""
-    inner = None if encoder is None else getattr(encoder.tokenizer, "tokenizer", encoder.tokenizer)
-    if isinstance(inner, Vocabulary):
-        return {0, 1}
-    return set(getattr(inner, "all_special_ids", ()))
+def allowed_tokens(model: Any, tokenizer: Any) -> tuple[Tensor, set[int]]:
+    """Return the tokens that may be inserted, and those that no text has: of padding, ends and unknown words."""
+    known = int(model.get_input_embeddings().num_embeddings)
+    inner = getattr(tokenizer, "tokenizer", tokenizer)
+    special = {0, 1} if isinstance(inner, Vocabulary) else set(getattr(inner, "all_special_ids", ()))
+    count = known if tokenizer is None else min(known, len(tokenizer))
+    return torch.tensor([number for number in range(count) if number not in special]), special
 
 
 def _leading(rows: list[Tensor], special: set[int]) -> int:

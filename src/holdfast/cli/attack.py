@@ -27,7 +27,10 @@ class Attack(TestedModel):
     routes: find the smallest perturbations of router inputs that flip tokens, by layer (--budget, as a multiple of each
     router input's norm). In the same way, universal-routes looks for one perturbation that flips as many tokens as possible,
     expert pushes all tokens to one expert (--expert), overload gives one expert as many tokens as possible, and imbalance
-    makes the loads as uneven as possible. Attacks of plugins and of installed packages have their own names.
+    makes the loads as uneven as possible. pgd and adaptive with --on embeddings: raise the loss of a model of texts
+    by perturbing the embeddings of its tokens. suffix: find tokens (--budget, how many) that, put into a text, send those
+    after them to one expert. All are searches: the worst case may be worse. Attacks of plugins and of installed packages
+    have their own names.
 
     Several rates or budgets make a curve.
 
@@ -35,6 +38,8 @@ class Attack(TestedModel):
     `holdfast attack comparison/cells/smoe-seed0 synonyms --rate 0.1 --synonyms table.tsv`,
     `holdfast attack comparison/cells/smoe-seed0 routes --budget 0.01 0.03 0.1 --page curve.html`,
     `holdfast attack comparison/cells/smoe-seed0 overload --budget 0.1 --on embeddings`,
+    `holdfast attack comparison/cells/smoe-seed0 suffix --budget 1 3 --expert 2`,
+    `holdfast attack comparison/cells/smoe-seed0 pgd,adaptive --budget 0.1 --on embeddings`,
     `holdfast attack runs/vmoe pgd --budget 0.03 --steps 40`,
     `holdfast attack runs/vmoe pgd,fgsm,spsa --budget 0.5/255 1/255 2/255 --page curve.html`
     """
@@ -43,7 +48,8 @@ class Attack(TestedModel):
     """A folder that `holdfast train` or `compare` wrote, or any Hugging Face folder or name."""
     kind: Annotated[Positional[str], arg(metavar="ATTACK")]
     """The attack to run: words, generic, typos, synonyms, guided-typos, fgsm, pgd, spsa, adaptive, universal, corruptions,
-    routes, universal-routes, expert, overload, imbalance, or one of a plugin. Attacks on pixels can be joined by commas."""
+    routes, universal-routes, expert, overload, imbalance, suffix, or one of a plugin. Attacks on pixels can be joined by
+    commas."""
     rate: tuple[float, ...] = ()
     """For attacks on text: the probability that a word changes, if it is no stop word. The realised share is printed."""
     synonyms: Path | None = None
@@ -52,11 +58,13 @@ class Attack(TestedModel):
     encoder: Path | None = None
     """synonyms: a folder with a sentence encoder; replacements must keep the cosine of a text and its original at 0.8."""
     budget: tuple[str, ...] = ()
-    """The largest perturbation, 0.03 or 1/255. There is no default, because a result without its budget has no meaning."""
+    """The largest perturbation, 0.03 or 1/255; of suffix, how many tokens. There is no default, because a result without its
+    budget has no meaning."""
     expert: int | None = None
-    """expert: the number of the expert that tokens are pushed to, from 0 on."""
+    """expert, suffix: the number of the expert that tokens are sent to, from 0 on."""
     on: Literal["inputs", "embeddings"] = "inputs"
-    """For attacks on routers: perturb the inputs of each router, or the embeddings of a text's tokens."""
+    """For attacks on routers: perturb the inputs of each router, or the embeddings of a text's tokens. pgd and adaptive
+    attack a text with embeddings."""
     steps: int = 20
     """Number of steps of an iterative attack."""
     step: str | None = None
@@ -68,14 +76,16 @@ class Attack(TestedModel):
     samples: int | None = None
     """spsa: pairs of probes in a step; by default 64."""
     examples: int = 512
-    """How many images to attack; for attacks on routers of texts, how many tokens."""
+    """How many images to attack; for attacks on routers or embeddings of texts, how many tokens."""
     seed: int = 0
     """Seed of all random numbers."""
     page: Path | None = None
     """Write an HTML page with the curves against the rate or the budget."""
 
     def run(self) -> None:
+        from holdfast.auditing.suffixes import attack_suffix
         from holdfast.train import attack_images, attack_routers
+        from holdfast.train.embedding_attacks import attack_embeddings
         from holdfast.train.route_attacks import ROUTE_ATTACKS
         from holdfast.train.task import table_of_rates
         from holdfast.version import versions
@@ -97,8 +107,12 @@ class Attack(TestedModel):
                 rates = sorted(set(self.rate))
                 tables = [task.attack_words(model, self.kind, rate=rate, seed=self.seed, **files) for rate in rates]
                 found = table_of_rates(self.kind, rates, tables)
+            elif self.kind == "suffix":
+                found = attack_suffix(model, task, budget=budgets, tokens=self.examples, **how, **options)
             elif self.kind in ROUTE_ATTACKS:
                 found = attack_routers(model, task, self.kind, budget=budgets, tokens=self.examples, **how, **options)
+            elif self.on == "embeddings":
+                found = attack_embeddings(model, task, kinds, budget=budgets, tokens=self.examples, **how, **options)
             else:
                 found = attack_images(model, task, kinds, budget=budgets, examples=self.examples, **how, **options)
         from holdfast.report.attack_page import attack_table, render_attack
@@ -133,6 +147,7 @@ class Attack(TestedModel):
         """Return the further options of attacks with a budget. Raise ValueError if the attacks do not have them."""
         from holdfast.attacks.registry import TABLES
         from holdfast.checked import read_number
+        from holdfast.train.embedding_attacks import EMBEDDING_ATTACKS
         from holdfast.train.image_attacks import check_images_attacks
 
         step = None if self.step is None else read_number(self.step)
@@ -142,14 +157,20 @@ class Attack(TestedModel):
         if wrong := [name for name, path in read.items() if path is not None and not self.rate]:
             raise ValueError(f"{wrong[0]} is for attacks on text, and {self.kind} is none.")
         on_routers = kinds[0] in TABLES.keys() - {"corruptions"}
-        if (self.expert is not None) != (kinds == ["expert"]):
-            raise ValueError("--expert is for the attack expert, which needs it: the number of the expert.")
-        if self.on != "inputs" and not on_routers:
-            raise ValueError(f"on is for attacks on routers, and {self.kind} is none.")
+        towards = self.kind in ("expert", "suffix")
+        if (self.expert is not None) != towards:
+            raise ValueError("--expert is for the attacks expert and suffix, which need it: the number of the expert.")
+        if self.on == "embeddings" and {*kinds} <= {*EMBEDDING_ATTACKS}:
+            if wrong := [name for name in options if name not in ("step", "restarts")]:
+                raise ValueError(f"{self.kind} on embeddings has no option {wrong[0]}; its options are: step, restarts.")
+            return options
+        if self.on != "inputs" and (not on_routers or self.kind == "suffix"):
+            raise ValueError(f"--on embeddings is for attacks on routers, pgd and adaptive, and {self.kind} is none.")
         if self.rate or on_routers:
             if options:
                 raise ValueError(f"{next(iter(options))} is for attacks on pixels, and {self.kind} is none.")
-            options = {"on": self.on, **({} if self.expert is None else {"expert": self.expert})} if on_routers else {}
+            options = {"on": self.on} if on_routers and self.kind != "suffix" else {}
+            options |= {} if self.expert is None else {"expert": self.expert}
         else:
             check_images_attacks(kinds, budgets, options)
             if self.page is not None and kinds == ["corruptions"]:

@@ -76,7 +76,7 @@ def main_table(results: Results, *, brief: bool = False) -> Table:
                 text = Cell(f"to {found.router}: {one.words}", one.mean, one.low, one.high)
             yield EQUAL_COMPUTE, text
 
-    table = Table.of("Results", (dict(cells(row)) for row in rows), _main_note(results))
+    table = Table.of("Results", (dict(cells(row)) for row in rows), _main_note(results)).without_empty()
     return table.without(*ONLY_ON_PAGES) if brief else table
 
 
@@ -139,7 +139,7 @@ def cost_table(results: Results) -> Table:
         "Means over seeds. The time of a step is the median within a training, on a CPU the processor's time. FLOPs are "
         "those of matrix products in evaluation."
     )
-    return Table.of("Cost", (dict(cells(row)) for row in results.rows), note)
+    return Table.of("Cost", (dict(cells(row)) for row in results.rows), note).without_empty()
 
 
 def domain_table(results: Results, *, brief: bool = False) -> Table:
@@ -215,7 +215,7 @@ def metrics_table(results: Results, *, brief: bool = False) -> Table:
 
     each = " ".join(f"{metric.name}: {metric.about}; {metric.better} is better." for metric in metrics)
     note = f"{each} Means over seeds; differences to {results.baseline.router}, paired by seed."
-    return Table.of("Other metrics", (dict(cells(row)) for row in results.rows if metrics), note)
+    return Table.of("Other metrics", (dict(cells(row)) for row in results.rows if metrics), note).without_empty()
 
 
 def shifts_table(results: Results, *, brief: bool = False) -> Table:
@@ -233,7 +233,7 @@ def shifts_table(results: Results, *, brief: bool = False) -> Table:
 
     each = " ".join(f"{measure.partition(',')[0]}: {which} is better." for measure, which in better.items())
     note = f"{each} Means over seeds; differences to {results.baseline.router}, paired by seed."
-    return Table.of("Shifted test sets", (dict(cells(row)) for row in results.rows if tests), note)
+    return Table.of("Shifted test sets", (dict(cells(row)) for row in results.rows if tests), note).without_empty()
 
 
 def accuracy_table(results: Results, *, brief: bool = False) -> Table:
@@ -267,7 +267,9 @@ def accuracy_table(results: Results, *, brief: bool = False) -> Table:
     )
     if counts:
         note += f" Test images: {', '.join(f'{name} {count:,}' for name, count in counts.items())}."
-    return Table.of("Accuracy, clean and attacked", (dict(cells(row)) for row in results.rows if is_shown), note)
+    return Table.of(
+        "Accuracy, clean and attacked", (dict(cells(row)) for row in results.rows if is_shown), note
+    ).without_empty()
 
 
 def intervals_cover(results: Results) -> str:
@@ -301,7 +303,7 @@ def attacks_table(results: Results) -> Table:
             " A misspelt word is often the unknown word, which is easy to predict, so a result may be below the clean one; "
             "the cost is measured on the untouched words."
         )
-    return Table.of("Every attack", (dict(cells(row)) for row in results.rows if names), note)
+    return Table.of("Every attack", (dict(cells(row)) for row in results.rows if names), note).without_empty()
 
 
 def attack_names(results: Results) -> list[str]:
@@ -335,7 +337,7 @@ def routing_table(results: Results) -> Table:
         "On clean data, means over layers and seeds. A dead expert is one that no token selected. Near-ties (w): tokens "
         "whose last selected expert and the next differ by less than w."
     )
-    return Table.of("Routing metrics", (dict(cells(row)) for row in results.rows), note)
+    return Table.of("Routing metrics", (dict(cells(row)) for row in results.rows), note).without_empty()
 
 
 MODALITY_COLUMNS = {  # of ModalityLayer
@@ -364,7 +366,7 @@ def modalities_table(results: Results, *, brief: bool = False) -> Table:
 
     is_shown = any(cell.clean.modalities for cell in results.cells)
     note = f"{MODALITY_NOTE} Means over seeds and over the layers that have such tokens."
-    return Table.of("Images and texts", (dict(cells(row)) for row in results.rows if is_shown), note)
+    return Table.of("Images and texts", (dict(cells(row)) for row in results.rows if is_shown), note).without_empty()
 
 
 def published_table(published: Published, results: Results | None = None) -> Table:

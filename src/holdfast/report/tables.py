@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Self
 BOOKTABS = "% The tables need \\usepackage{booktabs}.\n"
 BEFORE_AND_AFTER = "before \u2192 after"  # the heading of a column of pairs, if they are the only ones
 WITH_INTERVAL = re.compile(r"(?<![\w.,+-])[+-]?[\d.,]+%? \([+-]?[\d.,]+%? to [+-]?[\d.,]+%?\)")  # as a cell may have it
+EMPTY = "", "\u2013"  # cells without content
 PLAIN_NUMBER = re.compile(r"[+-]?(\d{1,3}(,\d{3})+|\d+)(\.\d+)?([eE][+-]?\d+)?%?")
 LATEX = {
     "\\": r"\textbackslash{}",
@@ -120,6 +121,11 @@ class Table:
         rows = list(rows)
         columns = list(dict.fromkeys(column for row in rows for column in row))
         return cls(title, columns, [[Cell.of(row.get(column, "")) for column in columns] for row in rows], note)
+
+    def without_empty(self) -> Table:
+        """Return the table without the columns, but the first, that have a dash or nothing in every row."""
+        empty = [name for place, name in enumerate(self.columns) if place and all(row[place] in EMPTY for row in self.rows)]
+        return self.without(*empty) if self.rows else self
 
     def without(self, *columns: str) -> Table:
         """Return the table without these columns."""

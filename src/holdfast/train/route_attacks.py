@@ -125,7 +125,8 @@ def attack_routers(
     size = "" if len(budgets) > 1 else f" by up to {budgets[0]:.3g} of their length"
     return {
         "title": f"{attack.title}: {what} perturbed{size} (l2)",
-        "caption": f"A budget is a share of the length of each of these {what}. Columns with perturbations have lengths.",
+        "caption": f"A budget is a share of the length of each of these {what}. Columns with perturbations have lengths. "
+        "All numbers are what a search found: the worst case may be worse.",
         "columns": ["layer", "tokens", "budget", *attack.columns],
         "rows": rows,
         "flags": flags,
@@ -168,7 +169,7 @@ def _embedding_calls(model: Any, inputs: Inputs) -> Iterator[Layers]:
     how = {} if mask is None else {"token_mask": mask.to(embeddings.device)}
 
     def route(layer: int, tokens: Tensor) -> Routing:
-        given[:] = [_Rounded.apply(tokens, embeddings)]
+        given[:] = [Rounded.apply(tokens, embeddings)]
         forward(model, inputs)
         return routings[layer]
 
@@ -178,7 +179,7 @@ def _embedding_calls(model: Any, inputs: Inputs) -> Iterator[Layers]:
         yield [(name, partial(route, layer), embeddings.float(), how) for layer, name in enumerate(names)]
 
 
-class _Rounded(torch.autograd.Function):
+class Rounded(torch.autograd.Function):
     """Round tokens to the dtype of the clean ones, never farther from them than they were: a budget holds in bf16 too."""
 
     @staticmethod
