@@ -31,7 +31,7 @@ def stored_numbers(names: dict[str, Any]) -> dict[str, Any]:
 
 def picture(numbers: dict[str, Any]) -> str:
     rows = numbers["rows"]
-    reach = max(abs(row[key]) for row in rows for key in ("low", "high"))
+    reach = max(abs(row[key]) for row in rows for key in ("low", "high")) or 1.0
     step = 10 ** math.floor(math.log10(reach))
     step *= next(times for times in (0.5, 1, 2, 5) if reach / (step * times) <= 4)
     reach = 1.08 * reach
@@ -40,9 +40,10 @@ def picture(numbers: dict[str, Any]) -> str:
         return LEFT + (value + reach) / (2 * reach) * (RIGHT - LEFT)
 
     bottom = TOP + ROW * len(rows)
+    better = "right" if numbers.get("better") == "higher" else "left"
     parts = heading(
         numbers["title"],
-        f"Mean of {numbers['seeds']} seeds and 95% interval; left of 0 is better",
+        f"Mean of {numbers['seeds']} seeds and 95% interval; {better} of 0 is better",
     )
     for place in range(-4, 5):
         if abs(place * step) <= reach:

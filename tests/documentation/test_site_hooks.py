@@ -25,7 +25,7 @@ def test_a_link_between_documents_leads_to_the_page_of_the_site() -> None:
 
 
 def test_a_link_to_a_file_that_is_not_on_the_site_becomes_text_and_a_broken_one_stays() -> None:
-    text = "[a script](../benchmarks/claims.py) [gone](gone.md) [page](https://example.org/a.md) [here](#names)"
+    text = "[a script](../benchmarks/verdicts.py) [gone](gone.md) [page](https://example.org/a.md) [here](#names)"
     assert site_hooks.with_site_links(text, "docs/results.md", "results.md") == (
         "a script [gone](gone.md) [page](https://example.org/a.md) [here](#names)"
     )
@@ -67,14 +67,6 @@ def test_formulas_become_mathml_and_code_and_money_stay() -> None:
     block = rendered("```math\n\\begin{aligned}\na &= b \\\\\nc &= \\operatorname{softmax}(d)\n\\end{aligned}\n```")
     assert block.count("<mtr>") == 2 and 'display="block"' in block and "<mi>softmax</mi>" in block
     assert "<math" in rendered("| a |\n|---|\n| $x$ |")
-
-
-def test_names_of_functions_have_space_where_no_bracket_follows() -> None:
-    pytest.importorskip("latex2mathml", reason="latex2mathml is not installed")
-    thin = '<mspace width="0.167em" />'
-    assert f"<mi>c</mi>{thin}<mi>exp</mi><mo" in site_math.mathml(r"c \exp(x)")
-    assert f"<mi>log</mi>{thin}<mi>x</mi>" in site_math.mathml(r"\log x")
-    assert thin not in site_math.mathml(r"a + \max(b, 0) + \exp\left(\frac{1}{2}\right)")
 
 
 def test_a_formula_with_an_unknown_command_is_refused() -> None:

@@ -87,7 +87,7 @@ class Comparison:
         self,
         recipe: Recipe,
         choices: Sequence[RouterChoice],
-        seeds: int,
+        seeds: int | Sequence[int],
         folder: Path,
         *,
         data: Path | None = None,
@@ -95,8 +95,9 @@ class Comparison:
         paper: PaperRun | None = None,
         report_size: bool = True,
     ) -> None:
-        if seeds < 1:
-            raise ValueError(f"seeds is {seeds}; a comparison needs at least 1.")
+        seeds = range(seeds) if isinstance(seeds, int) else seeds
+        if not seeds:
+            raise ValueError(f"seeds is {len(seeds)}; a comparison needs at least 1.")
         names = [choice.name for choice in choices]
         if len(set(names)) < len(names) or not names:
             raise ValueError(f"routers are {', '.join(names) or 'none'}; name at least one, and each only once.")
@@ -105,13 +106,13 @@ class Comparison:
         for choice in choices:
             if both := [key for key in choice.training if key in self.settings[0].values]:
                 raise ValueError(f"{choice.name} sets {both[0]}, which is swept too; remove one of the two.")
-        require_few_cells(len(self.settings), len(choices), seeds)
+        require_few_cells(len(self.settings), len(choices), len(seeds))
         self.paper = paper  # the experiment of a paper that this is
         self.report_size = report_size  # log how large the inputs are, before training
-        self.data, self.task = data, make_task(self._started(recipe, Cell(choices[0], 0)), data)
+        self.data, self.task = data, make_task(self._started(recipe, Cell(choices[0], seeds[0])), data)
         if choices_left := self.task.open_choices():
             self.settings = with_choices(self.settings, choices_left)
-            require_few_cells(len(self.settings), len(choices), seeds)
+            require_few_cells(len(self.settings), len(choices), len(seeds))
         self._tasks: dict[str, Task] = {}  # by the label of their setting
         self._locks = {cell.name: Lock(self._path(cell)) for cell in self.cells}
         self._seen: dict[str, tuple[Owner, bool]] = {}  # by cell: the process that trains it, and whether that was logged
@@ -121,7 +122,7 @@ class Comparison:
     def cells(self) -> list[Cell]:
         return [
             Cell(choice, seed, tuple(setting.values.items()))
-            for seed in range(self.seeds)
+            for seed in self.seeds
             for setting in self.settings
             for choice in self.choices
         ]
@@ -131,7 +132,7 @@ class Comparison:
         if not setting.values:
             return self.task
         if setting.label not in self._tasks:
-            recipe = self._started(setting.recipe, Cell(self.choices[0], 0))
+            recipe = self._started(setting.recipe, Cell(self.choices[0], self.seeds[0]))
             if shares_data(setting.recipe, self.recipe):
                 if not self.task.open_choices():
                     self.task.examples(0)  # reads the training data, which both tasks then share

@@ -13,7 +13,7 @@ blocks, so intervals over examples differ a little from those of the comparison.
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -23,11 +23,12 @@ import numpy as np
 
 from holdfast.checked import from_mapping
 from holdfast.files import read_json, require_no_links
+from holdfast.routing.grammar import written_pairs
 from holdfast.stored import StoredRecord, without_nan
 from holdfast.train.cells import Cell, safe_file_name
 from holdfast.train.comparison import Comparison
 from holdfast.train.recipe import changed_keys
-from holdfast.train.results import CellResult, Results, Row, Run, TrainingCurve
+from holdfast.train.results import CellResult, Results, Row, Run, TrainingCurve, ValidationCurve
 from holdfast.train.run_folder import RUN_FILE
 from holdfast.train.summary import summarise
 from holdfast.train.task import Measure
@@ -56,6 +57,8 @@ class LedgerCell(StoredRecord):
     seed: int
     curve: TrainingCurve
     result: dict[str, Any]  # its result.json, without what only a page draws
+    # with `training.validate_every`
+    validation: ValidationCurve = field(default_factory=lambda: ValidationCurve([], [], []))
     origin: dict[str, Any] = field(default_factory=dict)  # the versions, the device and the commit that trained it
 
     @property
@@ -98,7 +101,7 @@ class Experiment:
 
 
 def enter_cells(ledger: Path, comparison: Comparison, results: Sequence[Mapping[str, Any]]) -> list[Path]:
-    """Write the results of all cells of a comparison into the ledger, and return their files.
+    """Write results of cells of a comparison into the ledger, and return their files.
 
     A cell that the ledger has already is kept, with a warning if its result is another one. One that is too large even
     without the results of single examples (tens of layers in many tests) is left out with a warning.
@@ -109,7 +112,9 @@ def enter_cells(ledger: Path, comparison: Comparison, results: Sequence[Mapping[
         experiment["start"]["data"].pop("about", None)
     experiment = without_nan(experiment)
     files = []
-    for cell, result in zip(comparison.cells, results, strict=True):
+    cells = {(cell.choice.name, cell.seed, written_pairs(dict(cell.settings))): cell for cell in comparison.cells}
+    for result in results:
+        cell = cells[result["router"], result["seed"], written_pairs(result.get("settings", {}))]
         entry = _entry(experiment, comparison.task.measure, cell, result)
         if (size := len(entry.to_json())) > LARGEST_CELL:
             logger.warning("%s is not in the ledger: it has %d bytes, and at most %d fit.", cell.name, size, LARGEST_CELL)
@@ -127,12 +132,18 @@ def enter_cells(ledger: Path, comparison: Comparison, results: Sequence[Mapping[
 
 
 def _comparable(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the identity of a run without the version of Holdfast, and its recipe without defaults and places."""
-    recipe = changed_keys(identity["recipe"])
+    """Return the identity of a run without the version of Holdfast, and its recipe as a ledger compares it."""
+    kept = {key: value for key, value in identity.items() if key != "holdfast"}
+    return {**kept, "recipe": comparable_recipe(identity["recipe"])}
+
+
+def comparable_recipe(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a recipe, as `Recipe.describe` returns them, without defaults and places on a machine."""
+    recipe = changed_keys(recipe)
     recipe.pop("about", None)
     for section, key in PLACES:
         recipe.get(section, {}).pop(key, None)
-    return {**{key: value for key, value in identity.items() if key != "holdfast"}, "recipe": recipe}
+    return recipe
 
 
 def _entry(experiment: Mapping[str, Any], measure: Measure, cell: Cell, result: Mapping[str, Any]) -> LedgerCell:
@@ -146,7 +157,8 @@ def _entry(experiment: Mapping[str, Any], measure: Measure, cell: Cell, result: 
             cell=without_nan(cell.describe()),
             seed=cell.seed,
             curve=TrainingCurve.of(result["log"], POINTS),
-            result=_compact(without_nan(kept), {*LEFT_OUT, *left_out}),
+            result=compact(without_nan(kept), {*LEFT_OUT, *left_out}),
+            validation=ValidationCurve.of(result["log"]),
             origin=without_nan(result.get("origin", {})),
         )
 
@@ -154,16 +166,16 @@ def _entry(experiment: Mapping[str, Any], measure: Measure, cell: Cell, result: 
     return whole if len(whole.to_json()) <= LARGEST_CELL else entry("per_example")
 
 
-def _compact(value: Any, left_out: set[str]) -> Any:
+def compact(value: Any, left_out: Set[str] = frozenset()) -> Any:
     """Return a part of a result with shorter numbers, losses of fewer blocks, and without the keys in `left_out`."""
     if isinstance(value, dict):
         if "losses" in value and "words" in value:
             groups = min(GROUPS, len(value["losses"]))
             for key in ("losses", "words"):
                 value = {**value, key: [float(part.sum()) for part in np.array_split(np.array(value[key]), groups)]}
-        return {key: _compact(part, left_out) for key, part in value.items() if key not in left_out}
+        return {key: compact(part, left_out) for key, part in value.items() if key not in left_out}
     if isinstance(value, list):
-        return [_compact(part, left_out) for part in value]
+        return [compact(part, left_out) for part in value]
     return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
 
 
@@ -175,11 +187,11 @@ def with_origin(cell: LedgerCell) -> dict[str, Any]:
 def cell_result(cell: LedgerCell) -> CellResult:
     """Return what a page shows of a cell; raise ValueError if its result is not one."""
     left_out = {
-        "validation": {"steps": [], "losses": [], "figures": []},
         "snapshots": {"steps": [], "graph": "co-selection", "layers": []},
         "view": {"examples": [], "routes": {"layers": []}},
     }
-    return from_mapping(CellResult, {**with_origin(cell), "curve": cell.curve, **left_out}, "result", skip_unknown=True)
+    found = {**with_origin(cell), "curve": cell.curve, "validation": cell.validation, **left_out}
+    return from_mapping(CellResult, found, "result", skip_unknown=True)
 
 
 def read_ledger(*ledgers: Path, baseline: str = "smoe") -> list[Experiment]:
