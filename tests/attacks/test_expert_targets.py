@@ -111,6 +111,7 @@ def test_a_limit_of_capacity_does_not_hide_what_tokens_ask_for() -> None:
     assert free.dropped == 0
 
 
+@pytest.mark.slow
 def test_sets_of_varying_sizes_are_attacked_and_the_flag_says_what_is_not_searched() -> None:
     """Some token here asks for every expert, and others can still be pushed."""
     made, tokens = build("remoe", 2, tokens=40, seed=1)

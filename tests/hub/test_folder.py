@@ -499,19 +499,15 @@ def renamed(name: str) -> Edit:
 
 EDITS: dict[str, Edit] = {
     "an unknown router": in_layer(router="nonsense"),
-    "no router": in_layer(router=""),
     "a router of another kind": in_layer(router="smoe"),
     "a router with less state": in_layer(router="smooth"),
     "a router with other state": in_layer(router="symphony+attention"),
     "the family's own rule": in_layer(router="native"),
     "k in words": in_layer(k="two"),
-    "k as a bool": in_layer(k=True),
     "an unknown option": in_layer(options={"nonsense": 1}),
     "an option of another router": in_layer(options={"tau": 2.0}),
     "an option out of range": in_layer(options={"eps": -1}),
-    "options that are a list": in_layer(options=[]),
     "more experts": in_layer(experts=5),
-    "a fraction of experts": in_layer(experts=2.5),
     "an unknown loss": in_layer(losses={"nonsense": 1}),
     "a missing entry": lambda config: next(iter(config["holdfast"]["layers"].values())).pop("k"),
     "a layer that is not there": renamed("model.layers.9.mlp"),
@@ -522,7 +518,6 @@ EDITS: dict[str, Edit] = {
     "an earlier format": lambda config: config["holdfast"].update(format=3),
     "another family": lambda config: config["holdfast"].update(model_type="olmoe"),
     "an unknown family": lambda config: config["holdfast"].update(model_type="nonsense"),
-    "families in a list": lambda config: config["holdfast"].update(model_type=["mixtral"]),
     "a description in words": lambda config: config.update(holdfast="symphony"),
 }
 

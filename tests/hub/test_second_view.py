@@ -158,6 +158,7 @@ def test_views_that_would_not_be_right_are_refused() -> None:
     assert_refused("word_noise.*pixels", model_of("vit", "smoe", NOISY), **inputs("vit"))
 
 
+@pytest.mark.slow
 def test_a_compiled_model_runs_two_views_without_a_compiler() -> None:
     model, plain = (model_of("llama", "smoe", NOISY) for _ in range(2))
     compiled = torch.compile(model, backend="eager")

@@ -146,6 +146,7 @@ def train(model: Any, folder: Path, steps: int, **options: Any) -> Any:
     return model.eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
 def test_the_trainer_freezes_stablemoe_and_resumes_in_stage_2(kind: str, tmp_path: Path) -> None:
     """Weight decay included: what is frozen at step 3 of 8 is the same at its end, and after a resumed second half."""

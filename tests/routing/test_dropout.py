@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 from wording import assert_refused
 
 from holdfast import Context, Router, create_router
@@ -104,27 +103,6 @@ def test_all_ranks_drop_the_same_experts_and_layers_different_ones() -> None:
         assert torch.equal(masks[0], masks[1])
         seen.append(torch.stack([masks[0], masks[2]]))
     assert not torch.equal(*torch.stack(seen).unbind(1)) and not torch.equal(seen[0][0], seen[1][0])
-
-
-@pytest.mark.parametrize("name", ["smoe", "symphony[init=kaiming]+smooth"])
-def test_a_recomputation_drops_the_same_experts(name: str) -> None:
-    def gradients(recomputes: bool) -> list[Tensor]:
-        router, _ = pair(name)
-        total = torch.zeros(())
-        for seed in range(3):
-            leaf = torch.randn(1, 12, 8, generator=torch.Generator().manual_seed(seed)).requires_grad_()
-
-            def run(tokens: Tensor) -> Tensor:
-                return (router(tokens).dense_weights * torch.arange(6.0)).square().sum()
-
-            total = checkpoint(run, leaf, use_reentrant=False) if recomputes else run(leaf)
-            total.backward()
-        dropout = router.eval().dropout
-        assert isinstance(dropout, StepDropout) and int(dropout.forwards) == 3
-        return [parameter.grad for parameter in router.parameters() if parameter.grad is not None]
-
-    for recomputed, plain in zip(gradients(True), gradients(False), strict=True):
-        assert torch.equal(recomputed, plain)
 
 
 def test_a_resumed_run_drops_what_it_would_have_dropped() -> None:

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from combinations import COMBINATIONS, context_for
 from router_names import needed
-from test_router_training import COMBINATIONS, context_for
 from torch import Tensor
 from wording import assert_refused
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from combinations import COMBINATIONS, HEADS, context_for
 from contexts import on_device
 from router_names import needed
-from test_router_training import COMBINATIONS, HEADS, context_for
 from torch import Tensor
 
 import holdfast

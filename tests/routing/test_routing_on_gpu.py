@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 import torch
+from combinations import COMBINATIONS, context_for
 from contexts import on_device
-from test_router_training import COMBINATIONS, context_for
 from torch import Tensor
 
 import holdfast

@@ -95,6 +95,7 @@ def test_one_token_can_be_routed(dtype: torch.dtype) -> None:
     assert tokens.grad is not None and tokens.grad.isfinite().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_backward_under_a_mode_and_a_compiled_one_have_the_same_gradients(device: str) -> None:
     from torch._dynamo import compiled_autograd

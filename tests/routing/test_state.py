@@ -94,6 +94,7 @@ def test_recomputation_sees_the_same_state_and_counts_once() -> None:
     assert counter.commit() is None and counter.count == 30
 
 
+@pytest.mark.slow
 def test_recomputation_of_a_compiled_router_counts_once() -> None:
     torch.compiler.reset()
     if torch.cuda.is_available():

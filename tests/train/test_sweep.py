@@ -36,7 +36,6 @@ def test_settings_are_every_combination_with_the_values_of_the_recipe(tiny: Make
     [
         ("sparse.k", "'sparse.k' sets no value; write for example sparse.k=1,2,4"),
         ("sparse.k=", "write for example sparse.k=1,2,4"),
-        ("=1", "write for example sparse.k=1,2,4"),
         ("sparse.k=[1", "is not YAML"),
         ("sparse.k=1 sparse.k=2", "sparse.k is swept twice"),
         ("sparse.kk=1", "unknown key 'kk': did you mean 'k'?"),
@@ -50,7 +49,6 @@ def test_settings_are_every_combination_with_the_values_of_the_recipe(tiny: Make
         ("sparse.k=2,2", "the sweep has sparse.k=2 twice"),
         ("training.learning_rate=1e-3,0.001", "the sweep has training.learning_rate=0.001 twice"),
         ("data.vocabulary=100,200", "scored on the same test data under the same attack"),
-        ("data.source=a,b", "scored on the same test data under the same attack"),
         ("attack.rate=0.1,0.2", "scored on the same test data under the same attack"),
         ("model.checkpoint=a,b", "run a comparison for each checkpoint"),
         ("training.steps=1,2 training.epochs=1,2", "the sweep cannot have training.steps=1, training.epochs=1"),
@@ -116,6 +114,7 @@ def test_a_setting_that_cannot_be_trained_is_named_before_any_training(tiny: Mak
     assert not (tmp_path / "swept").exists()
 
 
+@pytest.mark.slow
 def test_an_interrupted_sweep_is_resumed_and_more_values_are_added(tiny: MakeRecipe, tmp_path: Path) -> None:
     recipe, folder = tiny(FEW), tmp_path / "run"
 

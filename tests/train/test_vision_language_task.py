@@ -40,14 +40,8 @@ SMALL: dict[str, Any] = {
     **{f"model.config.{part}.{key}": value for part in ("vision_config", "text_config") for key, value in NARROW.items()},
     "model.config.text_config.num_key_value_heads": 2,
     "data.pictures": 60,
-    "stages.vision.steps": 4,
-    "stages.language.steps": 4,
-    "stages.captions.steps": 4,
-    "stages.connector.steps": 4,
-    "stages.vision.warmup": 0,
-    "stages.language.warmup": 0,
-    "stages.captions.warmup": 0,
-    "stages.connector.warmup": 0,
+    **{f"stages.{stage}.steps": 4 for stage in ("vision", "language", "captions", "connector")},
+    **{f"stages.{stage}.warmup": 0 for stage in ("vision", "language", "captions", "connector")},
     "training.steps": 6,
     "training.batch": 8,
     "training.warmup": 0,
@@ -106,6 +100,13 @@ def log_likelihood(model: Any, ids: list[int], pixels: torch.Tensor, option: lis
     return total
 
 
+def likelihoods_by_hand(task: VisionLanguageTask, model: Any, question: Question, number: int, pixels: Any) -> list[float]:
+    """Return the log-likelihood of each option as it is shown, on pixels between -1 and 1."""
+    ids = written_out(task, question, number)
+    shown = list("ABCD") if question.lettered else list(question.options)
+    return [log_likelihood(model, ids, pixels, task.tokenizer.ids(option)) for option in shown]
+
+
 @pytest.mark.slow
 def test_scores_equal_a_loop_of_our_own_on_200_questions(task: VisionLanguageTask, model: Any) -> None:
     test, asked = task.question_set.tests["test"], task.asked["test"][:200]
@@ -113,10 +114,7 @@ def test_scores_equal_a_loop_of_our_own_on_200_questions(task: VisionLanguageTas
     found = log_likelihoods(model, asked, task._read(test.pictures), task.encoder)
     wrong = 0
     for number, question in enumerate(test.questions[:200]):
-        ids = written_out(task, question, number)
-        pixels = 2 * test.pictures.pixels([number]) - 1
-        shown = list("ABCD") if question.lettered else list(question.options)
-        naive = [log_likelihood(model, ids, pixels, task.tokenizer.ids(option)) for option in shown]
+        naive = likelihoods_by_hand(task, model, question, number, 2 * test.pictures.pixels([number]) - 1)
         assert found[number].tolist() == pytest.approx(naive, abs=1e-4)
         wrong += naive.index(max(naive)) != asked[number].right
     assert int(wrong_by_likelihood(found, asked).sum()) == wrong
@@ -152,9 +150,7 @@ def test_the_score_has_the_prior_the_error_without_pictures_and_the_shift(task: 
     assert np.mean(list(kinds.values())) == pytest.approx(found["clean"]["figure"])  # 34 questions of each kind
     blind = 0
     for number, question in enumerate(test.questions):
-        shown = list("ABCD") if question.lettered else list(question.options)
-        ids, grey = written_out(task, question, number), torch.zeros(1, 3, 36, 36)
-        naive = [log_likelihood(model, ids, grey, task.tokenizer.ids(option)) for option in shown]
+        naive = likelihoods_by_hand(task, model, question, number, torch.zeros(1, 3, 36, 36))
         blind += naive.index(max(naive)) != task.asked["test"][number].right
     metrics = found["clean"]["metrics"]
     assert metrics[BLIND] == pytest.approx(100 * blind / 204) and set(metrics) == {PRIOR, BLIND, GENERATED}
@@ -174,10 +170,7 @@ def test_corrupted_pictures_are_those_of_the_questions_they_are_asked_with(task:
     pixels = corrupt(test.pictures.pixels(some), "fog", severity=3).images
     wrong = 0
     for at, number in enumerate(some):
-        question = test.questions[number]
-        shown = list("ABCD") if question.lettered else list(question.options)
-        ids = written_out(task, question, number)
-        naive = [log_likelihood(model, ids, 2 * pixels[at : at + 1] - 1, task.tokenizer.ids(one)) for one in shown]
+        naive = likelihoods_by_hand(task, model, test.questions[number], number, 2 * pixels[at : at + 1] - 1)
         wrong += naive.index(max(naive)) != task.asked["test"][number].right
     assert task._corruptions(model)["each"]["fog"] == pytest.approx(100 * wrong / 12)
 
@@ -434,13 +427,8 @@ def test_a_folder_of_dialogues_is_trained_on_and_a_set_of_questions_is_scored(di
     from holdfast_command import main
 
     folder, test = dialogues / "llava", f"pope={dialogues / 'pope' / 'pope.json'}"
-    changes = {
-        "data__source": str(folder),
-        "data__pictures": None,
-        "data__size": 36,
-        "stages__vision": None,
-        "stages__captions": None,
-    }
+    changes = {"data__source": str(folder), "data__pictures": None, "data__size": 36}
+    changes |= {"stages__vision": None, "stages__captions": None}
     assert_refused("has dialogues and no questions to score", make_task, small(**changes))
     recipe = small(**changes, data__tests=[test])
     task: Any = make_task(recipe)
@@ -456,19 +444,9 @@ def test_a_folder_of_dialogues_is_trained_on_and_a_set_of_questions_is_scored(di
     log = train(model, task, dialogues / "training", seed=0, k=2)
     assert len(log) == 6 and task.score(model)["clean"]["examples"] == 9
     out = dialogues / "run"
-    pairs = [
-        f"data.source={folder}",
-        f"data.tests=['{test}']",
-        "data.size=36",
-        "data.pictures=null",
-        "stages.vision=null",
-        "stages.captions=null",
-    ]
-    pairs += [
-        f"{key}={value}"
-        for key, value in SMALL.items()
-        if not key.startswith(("stages.vision", "stages.captions", "data.pictures"))
-    ]
+    left_out = ("stages.vision", "stages.captions", "data.pictures")
+    pairs = [f"data.source={folder}", f"data.tests=['{test}']", "data.size=36", *(f"{name}=null" for name in left_out)]
+    pairs += [f"{key}={value}" for key, value in SMALL.items() if not key.startswith(left_out)]
     assert main(["train", "llava-tiny", "--router", "smoe", "--out", str(out), "--set", *pairs]) == 0
     assert main(["evaluate", str(out)]) == 2  # what a record names is not read
     assert main(["evaluate", str(out), "--source", test]) == 0
@@ -534,17 +512,8 @@ def test_a_comparison_runs_from_end_to_end_and_its_cells_are_evaluated_and_attac
     from holdfast_command import main
 
     pairs = [f"{key}={value}" for key, value in SMALL.items()]
-    compare = [
-        "compare",
-        "--recipe",
-        "llava-tiny",
-        "--seeds",
-        "1",
-        "--routers",
-        "smoe,symphony",
-        "--out",
-        str(tmp_path / "run"),
-    ]
+    compare = ["compare", "--recipe", "llava-tiny", "--seeds", "1", "--routers", "smoe,symphony", "--out"]
+    compare.append(str(tmp_path / "run"))
     assert main([*compare, "--steps", "4", "--set", *pairs, "sparse.parts=[vision, connector, language]"]) == 0
     said = capsys.readouterr().out
     for name in (PRIOR, BLIND, GENERATED, "held-out combinations", "experts of one modality", "Report:"):
@@ -561,15 +530,10 @@ def test_a_comparison_runs_from_end_to_end_and_its_cells_are_evaluated_and_attac
     page = tmp_path / "attack.html"
     pixels = ["fgsm,pgd", "--budget", "0", "0.1", "--steps", "2", "--examples", "20", "--page", str(page)]
     assert main(["attack", cell, *pixels]) == 0 and "accuracy, %" in capsys.readouterr().out and page.exists()
-    for refused in (
-        ["spsa", "--budget", "0.1"],
-        ["corruptions", "--budget", "3"],
-        ["words", "--rate", "0.1"],
-        ["routes", "--budget", "0.1", "--on", "embeddings"],
-    ):
+    for line in ("spsa --budget 0.1", "corruptions --budget 3", "words --rate 0.1", "routes --budget 0.1 --on embeddings"):
         capsys.readouterr()
-        assert main(["attack", cell, *refused]) == 2
-        (sentence,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("holdfast:"))
+        assert main(["attack", cell, *line.split()]) == 2
+        (sentence,) = (said for said in capsys.readouterr().err.splitlines() if said.startswith("holdfast:"))
         assert any(part in sentence for part in ("fgsm", "router inputs")), sentence
 
 
@@ -663,11 +627,9 @@ def test_answers_to_reworded_questions_equal_a_loop_over_single_questions(task: 
     test, wrong, changed = task.question_set.tests["test"], [], []
     for number in (place * 204 // 12 for place in range(12)):
         question, pixels = test.questions[number], 2 * test.pictures.pixels([number]) - 1
-        shown = list("ABCD") if question.lettered else list(question.options)
         chosen = []
         for words in (question, replace(question, text=question.reworded)):
-            ids = written_out(task, words, number)
-            naive = [log_likelihood(model, ids, pixels, task.tokenizer.ids(one)) for one in shown]
+            naive = likelihoods_by_hand(task, model, words, number, pixels)
             chosen.append(naive.index(max(naive)))
         wrong.append(chosen[1] != task.asked["test"][number].right)
         changed.append(chosen[0] != chosen[1])
