@@ -16,13 +16,15 @@ from wording import assert_refused
 from holdfast.certificates import Smoothing, certify_predictions
 from holdfast.hub import trace
 from holdfast.routing import create_router
-from holdfast.train import make_task
+from holdfast.train import Comparison, Recipe, make_task, parse_routers
 from holdfast.train.building import build_model
 from holdfast.train.certified_predictions import NamedModel, certify_example, certify_models, models_at
 from holdfast.train.image_task import ImageTask
 from holdfast.train.label_task import LabelTask, embedding_size
 from holdfast.train.prediction_report import PredictionReport, PredictionSettings
+from holdfast.train.recipe import change_recipe
 from holdfast.train.run_folder import write_with_checksum
+from holdfast.train.saved_model import load_model
 from holdfast.train.task import NoisyExample
 
 SETTINGS = PredictionSettings(
@@ -211,9 +213,14 @@ def test_the_cells_of_a_comparison_come_in_the_order_of_its_results(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"), [({"radii": [0.9, 0.2]}, "smallest first"), ({"radii": [0.2, 0.2]}, "each once")]
+    ("changes", "says"),
+    [
+        ({"radii": [0.9, 0.2]}, "smallest first"),
+        ({"radii": [0.2, 0.2]}, "each once"),
+        ({"alpha": 0.001, "samples": 9}, "no prediction can be certified"),
+    ],
 )
-def test_wrong_radii_are_refused(changes: dict[str, Any], says: str) -> None:
+def test_wrong_settings_are_refused(changes: dict[str, Any], says: str) -> None:
     assert_refused(says, PredictionSettings, **{**asdict(SETTINGS), **changes})
 
 
@@ -287,6 +294,44 @@ def test_noise_of_an_image_is_added_before_the_normalisation_and_not_clipped(dig
     with torch.no_grad():
         expected = model(pixel_values=task.scaling(one.inputs) + noise / 0.5).logits  # read from 0..1 to -1..1
         torch.testing.assert_close(one.classify(one.inputs + noise), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["labels", "images"])
+def test_the_column_of_a_comparison_is_what_certify_finds_in_its_models(
+    kind: str, reviews: Path, digits: Any, tmp_path: Path
+) -> None:
+    few = {"attack.certify": 0.3, "attack.certify_samples": 50, "attack.certify_examples": 12, "training.steps": 2}
+    recipe: Recipe = change_recipe(tiny_labels(reviews), few) if kind == "labels" else digits({**few, "attack.steps": 1})
+    comparison = Comparison(recipe, parse_routers("smoe,smooth"), 1, tmp_path / "run")
+    results = comparison.run()
+    settings = PredictionSettings(sigma=0.3, samples=50, examples=12, steps=0)
+
+    def load(path: str) -> tuple[Any, Any]:
+        return load_model(path).eval(), comparison.task
+
+    report = certify_models(models_at(str(tmp_path / "run")), settings, tmp_path / "out", load, lambda *told: None)
+    for result, model in zip(results, report.models, strict=True):
+        score = result["trials"]["certified within 0.3"]
+        right, count = sum(one.certified(0.3) for one in model.examples), len(model.examples)
+        assert score["figure"] == 100 * (1 - right / count) and score["examples"] == count and 0 <= score["clean"] <= 100
+    rows = comparison.finish(results).rows
+    assert rows[1].scores["certified within 0.3"].difference is not None
+
+
+def test_what_cannot_be_certified_is_refused_before_the_training(
+    reviews: Path, digits: Any, tiny: Any, tmp_path: Path
+) -> None:
+    wanted = {"attack.certify": 0.3}
+
+    def run(recipe: Recipe, router: str) -> None:
+        Comparison(recipe, parse_routers(router), 1, tmp_path / "run").run()
+
+    assert_refused("attack.certify is for classifiers", tiny, wanted)
+    assert_refused("routes the copies of a batch together", run, digits(wanted), "smoe,capacity")
+    scored = change_recipe(tiny_labels(reviews), {**wanted, "data.metric": "macro_f1"})
+    assert_refused("the measure of this task is", run, scored, "smoe")
+    assert_refused("certify_samples", digits, {**wanted, "attack.certify_samples": 9})
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_stored_lines_are_the_examples(tmp_path: Path) -> None:

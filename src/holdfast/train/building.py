@@ -42,6 +42,7 @@ from holdfast.model_size import in_gib, memory_for_training
 from holdfast.planning.planning import CONFIG_ERRORS
 from holdfast.routing import Router
 from holdfast.routing.presets import resolve_layers, shared_k
+from holdfast.train.certified_predictions import require_certifiable
 from holdfast.train.recipe import Recipe, RouterChoice, SparsePart
 from holdfast.train.robust_step import require_one_sequence
 from holdfast.train.start import wrong_entries
@@ -212,6 +213,7 @@ def preflight(task: Task, choices: Sequence[RouterChoice], *, report_size: bool 
             with torch.device("meta"), warnings.catch_warnings(action="ignore"):  # the real model will warn
                 put_router(model, recipe, choice)
             require_one_sequence(model, recipe.robust)
+            require_certifiable(model, task, choice.name)
             if recipe.losses.consistency or recipe.robust.compares_gates:
                 require_no_noise(model)
             for router in filter(None, (layer.router for layer in moe_layers(model))):

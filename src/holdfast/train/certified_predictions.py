@@ -11,7 +11,7 @@ the same noise.
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, final
@@ -28,6 +28,7 @@ from holdfast.locking import Lock, locked
 from holdfast.progress import Tell
 from holdfast.routing import Router
 from holdfast.train.cells import merge_results, safe_file_name
+from holdfast.train.image_attacks import error_of, per_image
 from holdfast.train.prediction_report import (
     AttackedVote,
     CertifiedExample,
@@ -36,7 +37,7 @@ from holdfast.train.prediction_report import (
     PredictionSettings,
 )
 from holdfast.train.run_folder import RUN_FILE, claim, read_with_checksum
-from holdfast.train.task import NoisyExample, Task
+from holdfast.train.task import NoisyExample, Task, evaluating
 from holdfast.train.task_record import MODEL, is_trained, read_record
 from holdfast.version import VERSION, versions
 
@@ -153,7 +154,7 @@ def _certify_model(
     if head is not None and len(examples) == head.examples:
         return head, examples
     model, task = load(named.path)
-    _require_classifier(model, named)
+    _require_classifier(model, named.router)
     numbers, example = task.noisy_examples(model, settings.examples)
     data = json.loads(json.dumps(task.describe()["data"]))  # as it is read again
     described = Head(weights, len(numbers), task.noise_unit, data)
@@ -173,13 +174,44 @@ def _certify_model(
     return head, examples
 
 
-def _require_classifier(model: Any, named: NamedModel) -> None:
+def _require_classifier(model: Any, router: str) -> None:
     """Raise NoClassifierError if the class of one copy of an example depends on the other copies in its batch."""
     if not all(part.traits.batch_invariant for part in model.modules() if isinstance(part, Router)):
         raise NoClassifierError(
-            f"{named.router} routes the copies of a batch together, so the class of one depends on the others, and there is "
+            f"{router} routes the copies of a batch together, so the class of one depends on the others, and there is "
             "no classifier whose vote could be certified."
         )
+
+
+def require_certifiable(model: Any, task: Task, router: str) -> None:
+    """Raise ValueError if a recipe asks for certified errors (`attack.certify`) that this model cannot have."""
+    if task.recipe.attack.certify is None:
+        return
+    task.require_classifier(model)
+    _require_classifier(model, router)
+    if task.measure.name != "error, %":
+        raise ValueError(f"attack.certify measures errors, and the measure of this task is {task.measure.name}.")
+
+
+def certified_trial(model: Any, task: Task) -> dict[str, Any]:
+    """Return the certified error of a recipe's `attack.certify` as a trial of its scores, by its name; {} without it.
+
+    The clean error beside it is that of single answers without noise, of the same examples.
+    """
+    part = task.recipe.attack
+    if part.certify is None:
+        return {}
+    smoothing, wrong, clean = Smoothing(part.certify, samples=part.certify_samples), list[bool](), list[bool]()
+    with evaluating(model, routing=False), torch.no_grad():
+        numbers, example = task.noisy_examples(model, part.certify_examples)
+        for one in map(example, numbers):
+            inputs, label = one.inputs.unsqueeze(0), torch.tensor([one.label])
+            found = certify_predictions(one.classify, inputs, replace(smoothing, first=one.number), batch=one.batch)
+            wrong.append(found.accuracy(label, part.certify) == 0)
+            clean.append(bool(one.classify(inputs).argmax(1).cpu() != label))
+    every = torch.tensor(wrong)
+    score = {"figure": error_of(every), "clean": error_of(torch.tensor(clean)), "examples": len(wrong)}
+    return {f"certified within {part.certify:g}": {**score, "per_example": per_image(every)}}
 
 
 def _note(tell: Tell, before: int, router: str, done: int) -> None:

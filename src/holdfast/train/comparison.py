@@ -40,6 +40,7 @@ from holdfast.progress import quiet
 from holdfast.stored import without_nan
 from holdfast.train.building import build_model, preflight, with_training
 from holdfast.train.cells import Cell, Result, Setting, merge_results, require_few_cells, shares_data, with_choices
+from holdfast.train.certified_predictions import certified_trial
 from holdfast.train.papers import PaperRun
 from holdfast.train.recipe import Recipe, RouterChoice, change_recipe
 from holdfast.train.results import CellResult, Metric, Results, Run
@@ -335,6 +336,8 @@ class Comparison:
         examples, probe = task.examples(cell.seed), task.probe()
         steps = task.recipe.training.snapshot_steps(task.steps)
         names = routings_of(model, probe).names
+        scores = task.score(model)
+        scores.setdefault("trials", {}).update(certified_trial(model, task))
         result = {
             "router": cell.choice.name,
             "seed": cell.seed,
@@ -342,7 +345,7 @@ class Comparison:
             "first_batch": examples.hash(0),
             "last_batch": examples.hash((task.steps - 1) // task.recipe.robust.replays),
             "log": log,
-            **task.score(model),
+            **scores,
             "snapshots": evolution(path / "training" / "snapshots", steps, names, learned=learns_a_graph(model)),
             "consistency": consistency(model, probe, k),
             "view": task.view(model.eval()),

@@ -173,6 +173,9 @@ class ImageTask(Task):
         """Return the function from pixels between 0 and 1 to the logits of this task's classes."""
         return Classifier(model, self.scaling, self.image_set.outputs)
 
+    def require_classifier(self, model: Any) -> None:
+        """Every model of this task classifies."""
+
     def noisy_examples(self, model: Any, count: int) -> tuple[list[int], Callable[[int], NoisyExample]]:
         images, classify = self.image_set.images("test"), self.classifier(model)
 

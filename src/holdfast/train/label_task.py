@@ -247,11 +247,14 @@ class LabelTask(TextsTask):
             found["trials"] = {"typos": self._attacked(model, self.attacked_with("typos").texts, clean, predicted)}
         return found
 
-    def noisy_examples(self, model: Any, count: int) -> tuple[list[int], Callable[[int], NoisyExample]]:
+    def require_classifier(self, model: Any) -> None:
         if self.text_set.is_regression:
             raise ValueError(f"the labels of {self.text_set.name} are numbers; predictions are certified for classes.")
         if getattr(model.config, "is_encoder_decoder", False):
             raise ValueError("predictions are certified for one sequence of tokens, not for an encoder and a decoder.")
+
+    def noisy_examples(self, model: Any, count: int) -> tuple[list[int], Callable[[int], NoisyExample]]:
+        self.require_classifier(model)
         texts, labels, scale = self.text_set.texts("test"), self.labels("test"), embedding_size(model)
 
         @torch.no_grad()

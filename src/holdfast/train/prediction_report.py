@@ -51,6 +51,10 @@ class PredictionSettings:
     def __post_init__(self) -> None:
         if not self.radii and self.steps:
             object.__setattr__(self, "radii", [share * self.sigma for share in SHARES_OF_SIGMA])
+        if self.alpha ** (1 / self.samples) <= 0.5:
+            raise ValueError(
+                f"with {self.samples} samples and alpha {self.alpha:g} no prediction can be certified; draw more."
+            )
         if self.radii != sorted(set(self.radii)):
             raise ValueError(f"the radii are {self.radii}; name each once, the smallest first.")
 

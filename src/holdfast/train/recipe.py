@@ -45,6 +45,7 @@ OF_TASKS = {  # keys that are for some tasks only: the tasks, and what these are
     "losses.word_noise": (("text", "labels"), "texts"),
     "training.augment": (IMAGES, "images"),
     "attack.budgets": (IMAGES, "images"),
+    "attack.certify": ((*IMAGES, "labels"), "classifiers"),
 }
 
 TEXT_METHODS = ("words", "typos")  # of robust training
@@ -64,6 +65,7 @@ Length = Annotated[int, Limits(1, 2**24, "a whole number from 1 to 16,777,216")]
 Pixels = Annotated[int, Limits(1, 2**13, "a whole number from 1 to 8,192")]
 Restarts = Annotated[int, Limits(1, 1000, "a whole number from 1 to 1,000")]
 Samples = Annotated[int, Limits(1, 4096, "a whole number from 1 to 4,096")]
+Votes = Annotated[int, Limits(10, 10**7, "a whole number from 10 to 10,000,000")]  # fewer certify nothing
 Steps = Annotated[int, Limits(1, 100_000, "a whole number from 1 to 100,000")]
 Amount = Annotated[float, Limits(0, math.inf, "a number of at least 0")]
 Smoothing = Annotated[float, Limits(0, 0.999, "a number of at least 0 and below 1")]
@@ -385,6 +387,11 @@ class AttackPart:
     spsa_examples: Positive | None = None  # the same for SPSA, which is slow; no value: `examples`
     corrupted_examples: Positive | None = None  # the same for corruptions; no value: `examples`
     severities: list[Severity] = field(default_factory=lambda: [5])  # of corruptions, 5 is the worst
+    # Classifiers: also the error of a majority vote under noise of this standard deviation, certified within an l2 distance
+    # of the same size.
+    certify: Above0 | None = None
+    certify_samples: Votes = 1000  # draws of the vote
+    certify_examples: Positive = 100  # number of test examples, evenly spaced
 
     def __post_init__(self) -> None:
         if self.token is not None and len(self.token) > LONGEST_TOKEN:

@@ -268,6 +268,11 @@ class Task(ABC):
 
         Raise ValueError if the model does not classify.
         """
+        self.require_classifier(model)
+        raise NotImplementedError("a task of classifiers has a function of its own.")
+
+    def require_classifier(self, model: Any) -> None:
+        """Raise ValueError if predictions of this model cannot be certified."""
         raise ValueError("this model predicts tokens; predictions are certified for models that classify images or texts.")
 
     def preprocessor(self) -> Any:
