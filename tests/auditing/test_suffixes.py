@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from tiny import tiny
 from torch import Tensor
@@ -40,6 +41,7 @@ def share_after(model: Any, row: Tensor, suffix: list[int], layer: int) -> float
     return float(routes[layer].chosen[half + len(suffix) :, EXPERT].double().mean())
 
 
+@pytest.mark.slow
 def test_the_suffix_of_one_token_is_the_best_of_all_and_of_several_no_worse() -> None:
     torch.manual_seed(0)
     model, task = tiny("olmoe"), Texts()  # type: ignore[abstract]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from cli import conftest
 from commands import Command
+from tiers import quick_or_slow
 
 from holdfast_command import main
 
@@ -124,24 +125,23 @@ def test_attacked_routes_are_reported_by_layer(trained: Path, text: Path, tmp_pa
     assert shares[0] == 0 < shares[1]
 
 
+KINDS = ("expert --expert 1 --on embeddings", "overload", "imbalance --on embeddings", "universal-routes")
+
+
+@pytest.mark.parametrize("line", quick_or_slow(KINDS, [KINDS[1]]))
 def test_attacks_on_routers_have_a_row_for_each_layer_and_budget_and_a_page(
-    trained: Path, text: Path, tmp_path: Path, command: Command
+    line: str, trained: Path, text: Path, tmp_path: Path, command: Command
 ) -> None:
     out, page = tmp_path / "attack.json", tmp_path / "attack.html"
-    few = ["--examples", "32", "--steps", "2", "--source", text, "--out", out, "--page", page, "--force"]
-    for kind, more in (
-        ("overload", []),
-        ("imbalance", ["--on", "embeddings"]),
-        ("universal-routes", []),
-        ("expert", ["--expert", "1", "--on", "embeddings"]),
-    ):
-        command.printed("attack", trained, kind, "--budget", "0.3", "0", "0.3", *more, *few)
-        stored = json.loads(out.read_text())
-        assert [row[:3] for row in stored["rows"]] == [[layer, 32, budget] for layer in (0, 1) for budget in (0.0, 0.3)]
-        curves = stored["lines"]["curves"]
-        assert all(curve["budgets"] == [0.0, 0.3] and curve["figure"][1] >= curve["figure"][0] for curve in curves.values())
-        assert all(one["relative"] and one["seed"] == 0 for one in stored["summary"]["layers"])
-        assert stored["lines"]["y"] in page.read_text()
+    few = ["--examples", "32", "--steps", "2", "--source", text, "--out", out, "--page", page]
+    kind, *more = line.split()
+    command.printed("attack", trained, kind, "--budget", "0.3", "0", "0.3", *more, *few)
+    stored = json.loads(out.read_text())
+    assert [row[:3] for row in stored["rows"]] == [[layer, 32, budget] for layer in (0, 1) for budget in (0.0, 0.3)]
+    curves = stored["lines"]["curves"]
+    assert all(curve["budgets"] == [0.0, 0.3] and curve["figure"][1] >= curve["figure"][0] for curve in curves.values())
+    assert all(one["relative"] and one["seed"] == 0 for one in stored["summary"]["layers"])
+    assert stored["lines"]["y"] in page.read_text()
 
 
 def test_several_rates_of_a_text_attack_give_one_table_and_a_curve(

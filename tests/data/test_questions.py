@@ -149,6 +149,7 @@ def test_a_question_has_its_picture_once_whatever_its_text_and_options_say(numbe
     assert text.count("<image>") == (number is not None) and text.startswith("<image>\nsee" if number == 0 else "see")
 
 
+@pytest.mark.slow
 def test_questions_on_photographs_are_about_the_class_of_the_photograph(shared: Path) -> None:
     if not (shared / "cifar10").is_dir():
         pytest.skip("there is no cifar10 in ../shared/data")
