@@ -203,8 +203,8 @@ class Runner:
 
         return "cuda" if torch.cuda.is_available() else "cpu"
 
-    def run(self, wanted: Wanted, progress: Callable[[float], None]) -> list[Path]:
-        """Train a cell, enter it in the ledger, then audit and certify its model; return the files.
+    def run(self, wanted: Wanted, progress: Callable[[float], None], stored: Callable[[Path], None]) -> None:
+        """Train a cell, enter it in the ledger, then audit and certify its model; call `stored` with each file.
 
         What is stored already is kept.
         """
@@ -218,6 +218,7 @@ class Runner:
         if not files:
             raise ValueError(f"{wanted.name} is too large for the ledger.")
         file = files[0]
+        stored(file)
         missing = [path for path in self.places.measured(wanted.entry, file.parent.name, cell) if not path.exists()]
         if missing:
             model = Model(comparison, cell, result, self.places.folder(wanted), self.device)
@@ -230,10 +231,10 @@ class Runner:
                 assert wanted.entry.certify is not None
                 sigma = float(path.stem.rpartition("-sigma")[2])
                 _write(path, model.certified({**wanted.entry.certify, "sigma": sigma}))
+            stored(path)
         gc.collect()
         if self.device == "cuda":
             torch.cuda.empty_cache()  # other processes use the same GPU
-        return [file, *missing]
 
     def _comparison(self, wanted: Wanted) -> Comparison:
         experiment = wanted.experiment

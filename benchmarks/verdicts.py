@@ -19,7 +19,9 @@ import signal
 import sys
 import tarfile
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
@@ -29,11 +31,13 @@ from typing import Any
 from verdict_cells import Entry, Places, Runner, Stored, Wanted, read_list, start_of
 
 from holdfast.progress import quiet
+from holdfast.train.comparison import end_with_parent
 
 UNKNOWN = 120  # seconds of the device that a cell is expected to take until one like it was seen
 MARGIN = 0.95  # of the time that is left, for all cells that run together
 ALONE = 1.5  # a cell that runs alone does not fill the device, and takes so many times its share
-FAILURES = 2  # an experiment of which so many cells failed, and none was finished, is left out of the rest of the run
+LEAST = 0.15  # of what a cell is expected to take: what a running one still needs, at least
+FAILURES = 2  # an experiment of which so many cells in a row failed is left out of the rest of the run
 POLL = 0.5
 
 
@@ -67,11 +71,12 @@ class Clock:
         return cost * ALONE <= left and cost + sum(map(self.remaining, running)) <= MARGIN * left
 
     def remaining(self, worker: "Worker") -> float:
+        """Return the seconds of the device that a running cell still needs; never none, as measuring it may take longer."""
         assert worker.wanted is not None
         expected = self.cost(worker.wanted)
         if worker.share > 0.1:  # by its own steps
             expected = max(expected, worker.spent / worker.share)
-        return max(0.0, expected - worker.spent)
+        return max(LEAST * self.cost(worker.wanted), expected - worker.spent)
 
 
 def _likes(wanted: Wanted) -> list[tuple[str, ...]]:
@@ -100,14 +105,19 @@ class Worker:
 
     def give(self, wanted: Wanted) -> None:
         self.wanted, self.spent, self.share = wanted, 0.0, 0.0
-        self.told.send(wanted)
+        with suppress(OSError):  # it was killed, which is noticed when it is heard
+            self.told.send(wanted)
 
 
 def serve(told: Connection, places: Places, entries: Sequence[Entry], threads: int) -> None:
-    """Run the cells that the other process sends; tell it the share of the steps, then the new files or a problem."""
+    """Run the cells that the other process sends; tell it the share of the steps, each new file, then a problem or None.
+
+    After a problem the process ends: what it has of the device may be unusable.
+    """
     import torch
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one
+    end_with_parent()
     torch.set_num_threads(threads)
     quiet()
     runner, last = Runner(places, entries), 0.0
@@ -124,9 +134,11 @@ def serve(told: Connection, places: Places, entries: Sequence[Entry], threads: i
         except EOFError:
             return
         try:
-            told.send(runner.run(wanted, progress))
-        except Exception as problem:  # the next cell may be all right
+            runner.run(wanted, progress, told.send)
+        except Exception as problem:
             told.send(f"{type(problem).__name__}: {problem}")
+            return
+        told.send(None)
 
 
 class Run:
@@ -138,8 +150,8 @@ class Run:
         self.left = [wanted for entry in entries for wanted in entry.cells if self.stored.missing(wanted)]
         self.workers: list[Worker] = []
         self.files: dict[Path, None] = {}  # that were written
-        self.failed: dict[str, str] = {}  # experiments by the name of a cell
-        self.finished: set[str] = set()  # experiments with a finished cell
+        self.failed: set[str] = set()  # names of cells
+        self.failures: Counter[str] = Counter()  # in a row, by experiment
 
     @property
     def running(self) -> list[Worker]:
@@ -177,13 +189,11 @@ class Run:
     def _next(self) -> Wanted | None:
         """Return the first cell that fits, or the one that it starts from, if that one's model is gone."""
         running = [worker.wanted.name for worker in self.running if worker.wanted is not None]
-        experiments = list(self.failed.values())
         for wanted in self.left:
             start = start_of(wanted)
             if start is not None and not self.places.is_trained(start):
                 wanted = start
-            experiment = wanted.experiment.name
-            hopeless = experiments.count(experiment) >= FAILURES and experiment not in self.finished
+            hopeless = self.failures[wanted.experiment.name] >= FAILURES
             if hopeless or wanted.name in self.failed or wanted.name in running:
                 continue
             if self.clock.fits(wanted, self.running):
@@ -199,29 +209,33 @@ class Run:
             if worker.told in told:
                 try:
                     self._hear(worker, worker.told.recv())
-                except EOFError:
-                    self.workers.remove(worker)
-                    self._fail(worker.wanted, "its process was killed, perhaps because memory ran out")
+                except (EOFError, OSError):
+                    self._fail(worker, "its process was killed, perhaps because memory ran out")
 
-    def _hear(self, worker: Worker, message: float | str | list[Path]) -> None:
+    def _hear(self, worker: Worker, message: float | str | Path | None) -> None:
         wanted = worker.wanted
         assert wanted is not None
         if isinstance(message, float):
             worker.share = message
-            return
-        worker.wanted = None
-        if isinstance(message, str):
-            self._fail(wanted, message)
-            return
-        self.clock.note(wanted, worker.spent)
-        self.finished.add(wanted.experiment.name)
-        self.files |= dict.fromkeys(message)
-        print(f"{self.clock.passed:.0f} s: {wanted.name} took {worker.spent:.0f} s of the device", flush=True)
-        self._pack()
+        elif isinstance(message, Path):  # at once: what is measured of the cell may fail, or not end in time
+            self.files[message] = None
+            self._pack()
+        elif isinstance(message, str):
+            self._fail(worker, message)
+        else:
+            worker.wanted = None
+            self.failures[wanted.experiment.name] = 0
+            self.clock.note(wanted, worker.spent)
+            print(f"{self.clock.passed:.0f} s: {wanted.name} took {worker.spent:.0f} s of the device", flush=True)
 
-    def _fail(self, wanted: Wanted | None, problem: str) -> None:
+    def _fail(self, worker: Worker, problem: str) -> None:
+        """Give up a cell, and its process."""
+        wanted = worker.wanted
         assert wanted is not None
-        self.failed[wanted.name] = wanted.experiment.name
+        worker.process.kill()
+        self.workers.remove(worker)
+        self.failed.add(wanted.name)
+        self.failures[wanted.experiment.name] += 1
         print(f"{self.clock.passed:.0f} s: {wanted.name} failed: {problem}", flush=True)
 
     def _pack(self) -> None:
@@ -268,7 +282,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, help="of this run; by default until all is done")
     parser.add_argument("--jobs", type=int, default=1, help="cells at a time")
     parser.add_argument("--data", type=Path, help="the folder around enwik8/, cifar10/ and the others")
-    parser.add_argument("--out", type=Path, default=Path("verdicts"), help="models and checkpoints")
+    parser.add_argument("--out", type=Path, help="models and checkpoints; by default verdicts, of a rehearsal rehearsal")
     parser.add_argument("--ledger", type=Path, help="by default results/ledger; audits and certified are beside it")
     parser.add_argument("--tar", type=Path, metavar="FILE", help="an archive of all that this run stores")
     given = parser.parse_args(arguments)
@@ -278,8 +292,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"there is no {', '.join(sorted(unknown))}; the list has {', '.join(entry.name for entry in entries)}.")
     if given.jobs < 1:
         parser.error(f"--jobs is {given.jobs}; run at least 1 cell at a time.")
-    ledger = given.ledger or (given.out if given.rehearse else Path("results")) / "ledger"
-    places = Places(given.out, ledger, given.data)
+    out = given.out or Path("rehearsal" if given.rehearse else "verdicts")
+    ledger = given.ledger or (out if given.rehearse else Path("results")) / "ledger"
+    places = Places(out, ledger, given.data)
     entries = [entry for entry in entries if given.only is None or entry.name in given.only]
     if given.list:
         print(*lines(entries, places), sep="\n")

@@ -1,8 +1,9 @@
 """Certified predictions, from results/certified: accuracy at each radius, and what attacks on the votes leave."""
 
 import json
+import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,12 +31,19 @@ in the same way, with its 95% interval over seeds and examples, bold where that 
 """
 
 
-def reports(folder: Path) -> Iterator[tuple[str, PredictionReport]]:
-    """Yield a report for each experiment and settings, of all its stored models."""
+def reports(folder: Path, clean: Mapping[tuple[str, str, int], float]) -> Iterator[tuple[str, PredictionReport]]:
+    """Yield a report for each experiment and settings, of all its stored models.
+
+    clean    the clean figures of the cells; a report of another training of a cell is left out
+    """
     found: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     for path in sorted(folder.glob("*/*.json")):
         stored = json.loads(path.read_text(encoding="utf-8"))
-        found[path.parent.name, json.dumps(stored["settings"], sort_keys=True)].append(stored)
+        known = clean.get((path.parent.name, stored["router"], stored["seed"]))
+        if known is None or not math.isclose(known, stored["clean"], rel_tol=1e-6):
+            continue
+        same = json.dumps([stored["settings"], stored["unit"], stored["data"]], sort_keys=True)
+        found[path.parent.name, same].append(stored)
     for (name, _), models in sorted(found.items(), key=lambda item: (item[0][0], item[1][0]["settings"]["sigma"])):
         yield (
             name,
@@ -82,9 +90,9 @@ def certified_difference(report: PredictionReport, label: str, radius: float) ->
     return found if found is None or len(shared) >= FEWEST_SEEDS else replace(found, low=None, high=None)
 
 
-def certified(folder: Path, titles: dict[str, str]) -> Iterator[str]:
+def certified(folder: Path, titles: dict[str, str], clean: Mapping[tuple[str, str, int], float]) -> Iterator[str]:
     """Yield the lines of the section; none without stored reports."""
-    for place, (name, report) in enumerate(reports(folder)):
+    for place, (name, report) in enumerate(reports(folder, clean)):
         if place == 0:
             yield HEAD
         settings = report.settings

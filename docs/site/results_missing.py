@@ -11,8 +11,9 @@ COMMAND = "`PYTHONPATH=src python benchmarks/verdicts.py --data DATA --only"
 HEAD = """## What is missing
 
 What `benchmarks/verdicts.yaml` asks for and has no stored result, in the order in which it runs. The list says beforehand
-which routers and how many seeds. The command of a row runs what it lacks; DATA is a folder with the data sets, and `--list`
-in place of `--only` shows how long each takes.
+which routers and how many seeds. Its language models have a cosine rate: cells above with a constant rate are others. The
+command of a row runs what it lacks; DATA is a folder with the data sets, and `--list` in place of `--only` shows how long
+each takes.
 
 | asked for | cells stored | missing | command |
 |---|---|---|---|
@@ -27,7 +28,8 @@ class Asked:
     """
 
     seeds: dict[tuple[str, str], list[int]] = field(default_factory=dict)
-    missing: list[tuple[Entry, int, Counter[str]]] = field(default_factory=list)  # with the number of stored cells
+    # with the number of stored cells, what is missing and of which seeds
+    missing: list[tuple[Entry, int, Counter[str], list[int]]] = field(default_factory=list)
 
 
 def asked_for(results: Path) -> Asked:
@@ -45,17 +47,18 @@ def asked_for(results: Path) -> Asked:
         missing = [stored.missing(each) for each in cells]
         counts = Counter(part for parts in missing for part in parts)
         if counts:
-            found.missing.append((entry, len(cells) - counts["cell"], counts))
+            seeds = sorted({each.seed for each, parts in zip(cells, missing, strict=True) if parts})
+            found.missing.append((entry, len(cells) - counts["cell"], counts, seeds))
     return found
 
 
 def missing(asked: Asked) -> Iterator[str]:
     """Yield the lines of the section; none if nothing is missing."""
-    for place, (entry, stored, counts) in enumerate(asked.missing):
+    for place, (entry, stored, counts, seeds) in enumerate(asked.missing):
         if place == 0:
             yield HEAD.rstrip("\n")
         number = len(entry.seeds) * len(entry.routers) * len(entry.experiments)
-        lacks = _lacks(counts, entry.seeds)
+        lacks = _lacks(counts, seeds)
         yield f"| {entry.about} | {stored} of {number} | {lacks} | {COMMAND} {entry.name}` |"
 
 

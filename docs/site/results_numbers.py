@@ -26,6 +26,7 @@ from holdfast.train.results import Row
 Read = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 IN_TABLE = 3  # numbers beside each other
 ROUTING = ("load", "fluctuation", "consistency")
+RUN_TO_RUN = 0.01  # bits per byte: the same seed does not give the same run on a GPU
 KINDS = {"attacked": "changed words", "cost": "changed words", "typos": "typos", "cost of typos": "typos"}  # of robustness
 
 
@@ -35,6 +36,7 @@ class Number:
 
     kind        the kind of robustness that it measures; "" if it measures none
     constant    of the data, the same for all routers: it stands below the table
+    floor       a difference below it means nothing, whatever its interval
     """
 
     heading: str
@@ -45,6 +47,7 @@ class Number:
     better: Literal["lower", "higher"] = "lower"
     kind: str = ""
     constant: bool = False
+    floor: float = 0.0
 
 
 def at(result: Any, *place: str) -> Any:
@@ -89,7 +92,8 @@ def layers_mean(values: Sequence[float | None]) -> Mapping[str, Any]:
 
 
 LOSS = Number("training loss", lambda result: {})
-COST = "by how much {} raise the loss on untouched words, as a rise of their perplexity"
+COST = "by how much {} raise the loss on untouched words, in hundredths of a nat: about the rise of their perplexity"
+PIXELS = ("FGSM", "PGD", "SPSA", "adaptive")  # attacks on pixels, which are one kind
 SHARED = {
     "load": Number(
         "load std, %",
@@ -109,6 +113,7 @@ SHARED = {
     "consistency": Number(
         "consistency",
         lambda result: layers_mean(at(result, "consistency", "layers") or []),
+        4,
         about="share of tokens whose experts stay the same under noise of 5% of each embedding's length",
         better="higher",
         kind="noise",
@@ -138,13 +143,14 @@ def columns(experiment: Experiment) -> dict[str, Number]:
 
 def _of_text(experiment: Experiment) -> dict[str, Number]:
     read, unit, digits = (bits, "bits per byte", 4) if of_bytes(experiment) else (score, "perplexity", 2)
+    floor = RUN_TO_RUN if of_bytes(experiment) else 0.0
 
     def cost(words: str, *place: str) -> Number:
         return Number(f"cost of {words}, %", score(*place, "cost"), 2, percent=True)
 
     found = {
-        "clean": Number(f"clean, {unit}", read("clean"), digits, about=f"{unit} of the held-out test text"),
-        "attacked": Number("attacked", read("attacked"), digits, about="words of the test text are swapped"),
+        "clean": Number(f"clean, {unit}", read("clean"), digits, about=f"{unit} of the held-out test text", floor=floor),
+        "attacked": Number("attacked", read("attacked"), digits, about="words of the test text are swapped", floor=floor),
         "cost": replace(cost("swaps", "attacked"), about=COST.format("swapped words")),
         "cost of typos": replace(cost("typos", "trials", "typos"), about=COST.format("typos")),
     }
@@ -200,7 +206,16 @@ def _without_pictures(result: Mapping[str, Any]) -> Mapping[str, Any]:
 def _trials(experiment: Experiment) -> dict[str, Number]:
     """Return the error under each attack or change of the inputs."""
     names = dict.fromkeys(name for cell in experiment.cells for name in at(cell.result, "trials"))
-    return {name: _main(experiment, name, score("trials", name), _of_trial(experiment, name), name) for name in names}
+    return {
+        name: _main(
+            experiment,
+            name,
+            score("trials", name),
+            _of_trial(experiment, name),
+            "attacks on pixels" if name in PIXELS else name,
+        )
+        for name in names
+    }
 
 
 def _of_trial(experiment: Experiment, name: str) -> str:
@@ -290,13 +305,22 @@ def level(experiment: Experiment, row: Row, number: Number) -> Difference | None
     return level_of([found for result in results_of(experiment, row).values() if (found := number.read(result))])
 
 
-def difference(experiment: Experiment, row: Row, number: Number) -> Difference | None:
-    """Return the difference over the seeds that both rows have; None for a baseline, and where nothing can be compared."""
-    other = baseline_of(experiment, row)
+def difference(
+    experiment: Experiment, row: Row, number: Number, other: Row | None = None, seeds: Sequence[int] | None = None
+) -> Difference | None:
+    """Return the difference over the seeds that both rows have; None for a baseline, and where nothing can be compared.
+
+    other    the row to compare with, by default its baseline; seeds    only these
+    """
+    other = baseline_of(experiment, row) if other is None else other
     if other is None or row.apart or other.apart:
         return None
     mine, theirs = results_of(experiment, row), results_of(experiment, other)
-    both = [(number.read(theirs[seed]), number.read(mine[seed])) for seed in shared_seeds(experiment, row, other)]
+    both = [
+        (number.read(theirs[seed]), number.read(mine[seed]))
+        for seed in shared_seeds(experiment, row, other)
+        if seeds is None or seed in seeds
+    ]
     if not (measured := [pair for pair in both if all(pair)]):
         return None
     found = difference_of(*map(list, zip(*measured, strict=True)))
@@ -347,7 +371,10 @@ def table(experiment: Experiment, numbers: Sequence[Number]) -> Iterator[str]:
     yield "| " + " | ".join(heads) + " |"
     yield "|" + "---|" * len(heads)
     for row in rows_of(experiment):
-        cells = [shown_name(row), str(len(row.seeds)), f"{row.experts_per_token:.2f}"]
+        other = baseline_of(experiment, row)
+        paired = len(row.seeds) if other is None else len(shared_seeds(experiment, row, other))
+        seeds = f"{len(row.seeds)}" if paired == len(row.seeds) else f"{len(row.seeds)}, {paired} of them paired"
+        cells = [shown_name(row), seeds, f"{row.experts_per_token:.2f}"]
         missing = "baseline" if is_baseline(experiment, row) else "-"
         for number in numbers:
             found = difference(experiment, row, number)

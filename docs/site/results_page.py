@@ -33,7 +33,6 @@ from results_certified import certified  # noqa: E402
 from results_missing import Asked, asked_for, missing  # noqa: E402
 from results_numbers import (  # noqa: E402
     LOSS,
-    baseline_of,
     columns,
     data_name,
     difference,
@@ -65,20 +64,22 @@ ROBUSTNESS = """## Where robustness shows
 Apart from how well models predict. The first row has the numbers of `smoe`, every other row its difference to them. **Bold**
 is what remains after Holm's correction for all numbers of robustness of this router in this experiment (5% together). A
 router that runs more experts per token may owe a difference to that. Attacks on images, on labelled texts and on pictures
-with questions stand above, in the tables of those experiments; the next section corrects them in the same way.
+with questions stand in the tables of those experiments; the next section corrects them in the same way.
 """
 RULE = """## Which router is recommended
 
 A router is recommended as `robust` if on two data sets the upper end of the interval of its clean difference to `smoe` is
 below 0.005 bits per byte (of a perplexity 0.5%, of an error 0.5 percentage points), and it is better in at least two kinds
-of robustness, after Holm's correction over all numbers that were tried; in a kind where another number is worse, it is not
-better. The number of seeds must be fixed beforehand, in `benchmarks/verdicts.yaml`, and all must be there.
+of robustness, after Holm's correction over all numbers of this router in this experiment; in a kind where another number is
+worse, it is not better. Kinds may be of routes only (steadiness, noise), which promises nothing about predictions. The seeds
+must be fixed beforehand, in `benchmarks/verdicts.yaml`, and all must be there. Nothing corrects for the number of routers.
 """
 CLAIMS = """## The claims
 
-A claim is *confirmed* or *contradicted* if the interval of the difference excludes 0, otherwise *not shown*: then the
-difference that would have shown stands beside it. Models are smaller than the papers', runs shorter (40,000 to 120,000 steps
-there), and routers have our default options, which are not all the paper's.
+A claim is *confirmed* or *contradicted* if the interval of the difference excludes 0, and a difference in bits is at least
+the 0.01 by which two runs differ on a GPU. Otherwise it is *not shown*: then the difference that would have shown stands
+beside it. Models are smaller than the papers', runs shorter (40,000 to 120,000 steps there), and routers have our default
+options, which are not all the paper's.
 
 *Published* is the paper's figure against that of its baseline, and the experiment that it is from: `holdfast papers NAME`
 shows it with all that differs from ours, and `holdfast compare --paper NAME` runs it. A dash: the paper prints no number.
@@ -88,7 +89,7 @@ shows it with all that differs from ours, and `holdfast compare --paper NAME` ru
 """
 EARLIER = """## What we got wrong before
 
-Our first verdicts were of 450 steps. Routers differ most at the start, so many of those did not hold. From the cells of
+Our first verdicts were of 450 steps, and routers differ most at the start. From the cells of
 {}, the difference of the training loss to `smoe` in nats, with its 95% interval over seeds, bold where
 that excludes 0:
 
@@ -125,22 +126,26 @@ def claims(experiments: Sequence[Experiment], names: Mapping[str, str]) -> Itera
             of = task_of(experiment), claim.get("data") and data_name(experiment)
             if of != (claim.get("task", "text"), claim.get("data")) or number is None or row is None:
                 continue
-            found, other = difference(experiment, row, number), baseline_of(experiment, row)
-            if found is None or other is None:
+            against = next((one for one in experiment.rows if one.router == claim.get("against")), None)
+            if "against" in claim and against is None:
                 continue
-            judged = verdict(found, claim.get("better", number.better))
+            found = difference(experiment, row, number, against)
+            if found is None:
+                continue
+            judged = verdict(found, claim.get("better", number.better), number.floor)
             would = ""
             if judged == "not shown" and found.low is not None:
-                shows = (100 if number.percent else 1) * found.shows
+                shows = (100 if number.percent else 1) * max(found.shows, number.floor)
                 would = f"; above {shows:.{number.digits}f} would have shown"
             more = f", with {row.experts_per_token:.2f} experts per token" if row.uses_more_compute else ""
             about = f"{claim['paper']}: {claim['claim']} (`{row.router}`, {names[experiment.name]})"
-            ours = f"{number.heading}: {written(found, number)}{would}"
+            to = f", to `{claim['against']}`" if "against" in claim else ""
+            ours = f"{number.heading}{to}: {written(found, number)}{would}"
             yield f"| {about} | {published(claim)} | {ours} | {found.seeds} | {judged}{more} |"
 
 
-def verdict(found: Difference, better: str) -> str:
-    if found.low is None or found.high is None or found.low <= 0 <= found.high:
+def verdict(found: Difference, better: str, floor: float) -> str:
+    if found.low is None or found.high is None or found.low <= 0 <= found.high or abs(found.mean) < floor:
         return "not shown"
     return "**confirmed**" if (found.mean < 0) == (better == "lower") else "**contradicted**"
 
@@ -223,7 +228,8 @@ def quoted(experiment: Experiment, router: str, name: str, kind: str) -> str:
     found = difference(experiment, row, number)
     assert found is not None and found.low is not None and found.high is not None
     if kind == "verdict":
-        return "better" if found.high < 0 else "worse" if found.low > 0 else "no difference shown"
+        judged = verdict(found, "lower", number.floor)
+        return {"not shown": "no difference shown", "**confirmed**": "better", "**contradicted**": "worse"}[judged]
     assert kind in ("difference", "mean"), kind
     shown = written(found, number)
     return shown if kind == "difference" else re.sub(r" \([^)]*\)", "", shown)
@@ -260,7 +266,8 @@ def page(results: Path, asked: Asked) -> dict[str, str]:
     lines += rule([found for one in experiments for found in robust.judged(one, asked.seeds)], names)
     if found := list(claims(experiments, claim_names(experiments, names))):
         lines.append(CLAIMS + "\n".join(found) + "\n")
-    lines += certified(results / "certified", names)
+    clean = {(one.name, cell.router, cell.seed): cell.result["clean"]["figure"] for one in experiments for cell in one.cells}
+    lines += certified(results / "certified", names, clean)
     if loads := list(attacked_loads(results / "attacks")):
         lines.append(LOADS + "\n".join(loads) + "\n")
     lines += [EARLIER.format(names[one.name]) + "\n".join(earlier(one)) + "\n" for one in experiments if one.name == FIRST]

@@ -5,6 +5,7 @@ towards 0, t = t_(n-1, 0.975) |m| / h, and p = 2 P(T_(n-1) > t), n seeds. So p <
 """
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -135,9 +136,12 @@ AUDITED = {
 def with_audits(experiment: Experiment, folder: Path) -> Experiment:
     """Return an experiment whose results have the audits of their cells."""
     audits = {}
+    clean = {(cell.router, cell.seed): cell.result["clean"]["figure"] for cell in experiment.cells}
     for path in sorted((folder / experiment.name).glob("*.json")):
         audit = json.loads(path.read_text(encoding="utf-8"))
-        audits[audit["router"], audit["seed"]] = audit
+        key = audit["router"], audit["seed"]
+        if key in clean and math.isclose(audit["clean"], clean[key], rel_tol=1e-6):  # not of another training of the cell
+            audits[key] = audit
     cells = [
         replace(cell, result={**cell.result, "audit": audits[cell.router, cell.seed]})
         if (cell.router, cell.seed) in audits
@@ -269,13 +273,15 @@ def judged(experiment: Experiment, asked: Mapping[tuple[str, str], Sequence[int]
         baseline = baseline_of(experiment, row)
         if number is None or baseline is None or training_of(row) or row.settings:
             continue
-        found, mean = difference(experiment, row, number), level(experiment, baseline, number)
+        wanted = asked.get((experiment.name, row.router), ())
+        shared = set(shared_seeds(experiment, row, baseline))
+        fixed = bool(wanted) and {*wanted} <= shared
+        found = difference(experiment, row, number, seeds=wanted if fixed else None)  # no seed that was added later
+        mean = level(experiment, baseline, number)
         if found is None or found.high is None or mean is None or row.is_baseline_with_other_k(baseline.router):
             continue
         end = (-found if number.better == "higher" else found).high
         assert end is not None
-        seeds = {seed for router in (row.router, baseline.router) for seed in asked.get((experiment.name, router), ())}
-        fixed = bool(seeds) and seeds <= set(shared_seeds(experiment, row, baseline))
         yield Judged(experiment, row, end, *_limit(experiment, mean.mean), *kinds(experiment, row), fixed)
 
 

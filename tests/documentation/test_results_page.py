@@ -195,10 +195,10 @@ def test_p_is_that_of_students_t(tmp_path: Path) -> None:
     assert p_value(None) is None and p_value(Difference(1.0, None, None, 2)) is None
 
 
-def audit(router: str, seed: int, flips: float, **overall: float) -> dict[str, Any]:
+def audit(router: str, seed: int, flips: float, clean: float, **overall: float) -> dict[str, Any]:
     numbers = {"flips.noise.0.01": flips, "prediction_flips.model.bf16": 0.5, **overall}
     how = {"tokens": 9, "settings": {"budget": 0.01}, "certified": {"0.01": 0.7}}
-    return {"router": router, "seed": seed, "overall": numbers, **how}
+    return {"router": router, "seed": seed, "clean": clean, "overall": numbers, **how}
 
 
 def test_audits_stand_beside_the_cells_of_their_seeds(tmp_path: Path) -> None:
@@ -206,10 +206,10 @@ def test_audits_stand_beside_the_cells_of_their_seeds(tmp_path: Path) -> None:
     (experiment,) = read_ledger(results / "ledger")
     flips = {"smoe": [0.10, 0.12, 0.11], "smooth": [0.05, 0.06, 0.07]}
     for router, values in flips.items():
-        for seed, value in enumerate(values):  # the fourth has none
+        for seed, value in enumerate([*values, 0.9]):  # the fourth is of another training of the cell
             path = results / "audits" / experiment.name / f"{router}-seed{seed}.json"
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(audit(router, seed, value)))
+            path.write_text(json.dumps(audit(router, seed, value, clean=min(seed + 1.0, 3.0))))
     page = results_page.page(results, Asked())["results.md"]
     differences = [mine - theirs for mine, theirs in zip(flips["smooth"], flips["smoe"], strict=True)]
     low, high = ttest_1samp(differences, 0).confidence_interval(0.95)
@@ -244,7 +244,7 @@ def test_a_router_is_recommended_on_two_data_sets_with_seeds_that_were_fixed(tmp
         return [found for one in experiments[:count] for found in judged(one, asked)]
 
     met = judge(asked)
-    assert [set(one.better) for one in met] == [{"PGD", "noise"}] * 2 and not any(one.lacks for one in met)
+    assert [set(one.better) for one in met] == [{"attacks on pixels", "noise"}] * 2 and not any(one.lacks for one in met)
     assert recommendation(met, titles).startswith("**`smooth` is recommended**: it meets the rule on digits and pictures")
     assert "on a second it is not: `smooth` (digits)" in recommendation(judge(asked, 1), titles)
     unfixed = judge({})
@@ -252,6 +252,10 @@ def test_a_router_is_recommended_on_two_data_sets_with_seeds_that_were_fixed(tmp
     assert recommendation(unfixed, titles).startswith("**None is recommended yet**: the rule is met on no data set.")
     more = judge({key: range(6) for key in asked})  # one seed is missing
     assert [one.lacks for one in more] == [["seeds fixed beforehand"]] * 2
+    never = judge({key: seeds for key, seeds in asked.items() if key[1] == "smoe"})  # a router that was not asked for
+    assert [one.lacks for one in never] == [["seeds fixed beforehand"]] * 2
+    fewer = judge({key: range(5 if key[1] == "smoe" else 3) for key in asked})  # the others were added later
+    assert not any(one.lacks for one in fewer) and fewer[0].end != met[0].end
 
 
 def test_a_worse_clean_figure_or_one_kind_is_not_enough(tmp_path: Path) -> None:
@@ -279,11 +283,13 @@ def test_certified_accuracy_is_counted_from_the_stored_examples(tmp_path: Path) 
             }
             path = tmp_path / "folder" / f"{router}-seed{seed}-sigma0.25.json"
             path.parent.mkdir(exist_ok=True)
-            how = {"router": router, "seed": seed, "settings": settings, "unit": "of a pixel", "data": {}}
+            how = {"router": router, "seed": seed, "clean": 20.0, "settings": settings, "unit": "of a pixel", "data": {}}
             path.write_text(json.dumps({**how, "examples": examples}))
-    ((name, report),) = reports(tmp_path)
+    clean = {("folder", router, seed): 20.0 for router in radii for seed in range(3)}
+    assert not list(reports(tmp_path, dict.fromkeys(clean, 20.1)))  # of another training of the cells
+    ((name, report),) = reports(tmp_path, clean)
     assert name == "folder" and len(report.models) == 6
-    lines = list(certified(tmp_path, {"folder": "pictures"}))
+    lines = list(certified(tmp_path, {"folder": "pictures"}, clean))
     page = "\n".join(lines)
     # Right and certified beyond the radius: of smoe one example of four, of smooth two; the last is wrong.
     assert row_of(page, "smoe", "radius 0.25")[0] == "25.0 [50.0]" and row_of(page, "smoe", "radius 0")[0] == "50.0"

@@ -83,7 +83,7 @@ def test_workers_end_with_a_command_that_is_killed(tmp_path: Path) -> None:
         "from holdfast.train import comparison\n"
         "from multiprocessing import get_context\n"
         "import os, signal, time\n"
-        "def wait(): comparison._end_with_parent(); print(os.getpid(), flush=True); time.sleep(60)\n"
+        "def wait(): comparison.end_with_parent(); print(os.getpid(), flush=True); time.sleep(60)\n"
         "if __name__ == '__main__':\n"
         "    process = get_context('spawn').Process(target=wait, daemon=True)\n"
         "    process.start()\n"

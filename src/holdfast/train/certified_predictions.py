@@ -189,6 +189,9 @@ def require_certifiable(model: Any, task: Task, router: str) -> None:
         return
     task.require_classifier(model)
     _require_classifier(model, router)
+    part = task.recipe.attack
+    if PredictionSettings(sigma=part.certify, samples=part.certify_samples).largest_radius <= part.certify:
+        raise ValueError(f"attack.certify_samples is {part.certify_samples}: no vote of so few could be certified that far.")
     if task.measure.name != "error, %":
         raise ValueError(f"attack.certify measures errors, and the measure of this task is {task.measure.name}.")
 

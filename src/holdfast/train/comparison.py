@@ -397,7 +397,7 @@ def run_in_parallel(comparison: Comparison, wanted: list[Cell], jobs: int, progr
     context = get_context("spawn")  # a forked process cannot use the GPU, and may inherit locks that are held
     manager = SyncManager(ctx=context)
     with _signals_for_this_process_only():
-        manager.start(_end_with_parent)
+        manager.start(end_with_parent)
     with manager:
         others = active_children()
         progress_queue = manager.Queue()
@@ -450,7 +450,7 @@ def _signals_for_this_process_only() -> Iterator[None]:
 
 def _set_up_worker(plugins: list[tuple[Path, str]], settings: tuple[Any, ...], progress_queue: Any, threads: int) -> None:
     global _worker
-    _end_with_parent()
+    end_with_parent()
     torch.set_num_threads(threads)
     quiet()
     for path, checksum in plugins:
@@ -471,7 +471,7 @@ def _train_in_worker(number: int) -> None:
         raise ValueError(failure) from None  # the traceback is lost on its way to the other process
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """End this process when its parent process ends, even if the parent was killed."""
     parent = parent_process()
 

@@ -105,7 +105,8 @@ class _Texts:
     def climb(self, ball: Ball, delta: Tensor, steps: int, step: float, routes: bool) -> list[float]:
         """Follow the loss, or also the routes; return the mean loss at every point on the way."""
         way = []
-        before = self._layers(self.clean.float())[1] if routes else []
+        with torch.no_grad():
+            before = self._layers(self.clean.float())[1] if routes else []
         for number in range(steps + 1):
             point = (ball.centre + delta).view_as(self.best).requires_grad_()
             with torch.enable_grad():
@@ -236,6 +237,7 @@ def _attack(
     return [*flags, *black_box_flag(white, torch.ones_like(white), "random noise")]
 
 
+@torch.no_grad()
 def _summary(kind: str, budget: float, texts: Sequence[_Texts], classes: bool) -> dict[str, Any]:
     """Return the numbers of all texts at the perturbations that were found."""
     each = [(*some.losses(some.best), some.weights) for some in texts]
