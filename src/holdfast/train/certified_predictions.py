@@ -185,11 +185,11 @@ def _require_classifier(model: Any, router: str) -> None:
 
 def require_certifiable(model: Any, task: Task, router: str) -> None:
     """Raise ValueError if a recipe asks for certified errors (`attack.certify`) that this model cannot have."""
-    if task.recipe.attack.certify is None:
+    part = task.recipe.attack
+    if part.certify is None:
         return
     task.require_classifier(model)
     _require_classifier(model, router)
-    part = task.recipe.attack
     if PredictionSettings(sigma=part.certify, samples=part.certify_samples).largest_radius <= part.certify:
         raise ValueError(f"attack.certify_samples is {part.certify_samples}: no vote of so few could be certified that far.")
     if task.measure.name != "error, %":
