@@ -227,4 +227,4 @@ def test_workers_train_the_cells_of_a_sweep(tiny: MakeRecipe, tmp_path: Path) ->
     recipe, sweep = tiny(FEW), {"sparse.k": [1, 2]}
     beside = swept(recipe, tmp_path / "beside", sweep).run(jobs=2)
     alone = swept(recipe, tmp_path / "alone", sweep).run()
-    assert json.dumps(beside) == json.dumps(alone)
+    assert as_text(beside) == as_text(alone)
