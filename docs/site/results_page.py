@@ -77,9 +77,9 @@ must be fixed beforehand, in `benchmarks/verdicts.yaml`, and all must be there. 
 CLAIMS = """## The claims
 
 A claim is *confirmed* or *contradicted* if the interval of the difference excludes 0, and a difference in bits is at least
-the 0.01 by which two runs differ on a GPU. Otherwise it is *not shown*: then the difference that would have shown stands
-beside it. Models are smaller than the papers', runs shorter (40,000 to 120,000 steps there), and routers have our default
-options, which are not all the paper's.
+0.01, because smaller ones mean nothing on a GPU. Otherwise it is *not shown*: then the difference that would have shown
+stands beside it. Models are smaller than the papers', runs shorter (40,000 to 120,000 steps there), and routers have our
+default options, which are not all the paper's.
 
 *Published* is the paper's figure against that of its baseline, and the experiment that it is from: `holdfast papers NAME`
 shows it with all that differs from ours, and `holdfast compare --paper NAME` runs it. A dash: the paper prints no number.

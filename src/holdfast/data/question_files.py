@@ -104,8 +104,8 @@ def cifar10_questions(folder: Path | None) -> QuestionSet:
     """
     images = load_cifar10(folder)
     found: dict[str, tuple[Images, list[Question]]] = {}
-    for split, (key, name) in enumerate({"train": "train", "valid": "valid", "test": "test"}.items()):
-        pictures = images.images(key)
+    for split, name in enumerate(("train", "valid", "test")):
+        pictures = images.images(name)
         questions = []
         for number, label in enumerate(pictures.labels.tolist()):
             draws = Draws(split, number)

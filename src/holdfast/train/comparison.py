@@ -96,9 +96,9 @@ class Comparison:
         paper: PaperRun | None = None,
         report_size: bool = True,
     ) -> None:
-        seeds = range(seeds) if isinstance(seeds, int) else seeds
-        if not seeds:
-            raise ValueError(f"seeds is {len(seeds)}; a comparison needs at least 1.")
+        if not (numbers := range(seeds) if isinstance(seeds, int) else seeds):
+            raise ValueError(f"seeds is {seeds}; a comparison needs at least 1.")
+        seeds = numbers
         names = [choice.name for choice in choices]
         if len(set(names)) < len(names) or not names:
             raise ValueError(f"routers are {', '.join(names) or 'none'}; name at least one, and each only once.")
