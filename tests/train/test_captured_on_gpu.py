@@ -64,7 +64,7 @@ def build(
     config = transformers.GPT2Config(vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, **sizes, **drops)
     dense = transformers.GPT2LMHeadModel(config)
     dense.config.use_cache = False  # as in training: then transformers looks for packed rows
-    losses = holdfast.Losses(balance=0.01, margin=margin, radius=0.1)
+    losses = holdfast.Losses(balance=0.01, margin=margin, radius=0.1 if margin else 0.0)
     holdfast.sparsify(dense, experts=8, router=router, init="random", losses=losses, router_options=options)
     return dense.cuda().train()
 
