@@ -162,8 +162,10 @@ class Run:
         try:
             while self.clock.left > 0 and (self._start_cells() or self.running):
                 self._wait()
-            for wanted in (worker.wanted for worker in self.running if worker.wanted is not None):
-                print(f"{self.clock.passed:.0f} s: {wanted.name} did not end in time")
+            for worker in self.running:
+                assert worker.wanted is not None
+                told = f"{worker.wanted.name} did not end in time, after {worker.share:.0%} of its steps"
+                print(f"{self.clock.passed:.0f} s: {told}")
         except KeyboardInterrupt:
             print("interrupted")
         finally:
