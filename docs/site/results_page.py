@@ -16,11 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from holdfast.metrics import Difference
 from holdfast.train.ledger import Experiment, read_ledger
-from holdfast.train.papers import find_preset
 
 SITE = Path(__file__).resolve().parent
 DOCS, RESULTS = SITE.parent, SITE.parent.parent / "results"
@@ -30,15 +28,14 @@ sys.path += [str(SITE), str(DOCS / "pictures"), str(DOCS.parent / "benchmarks")]
 
 import results_robust as robust  # noqa: E402
 from results_certified import certified  # noqa: E402
+from results_claims import claims, verdict  # noqa: E402
 from results_missing import Asked, asked_for, missing  # noqa: E402
 from results_numbers import (  # noqa: E402
     LOSS,
     columns,
-    data_name,
     difference,
     level,
     tables,
-    task_of,
     written,
 )
 from results_pictures import curves, differences, half_width, loss_differences  # noqa: E402
@@ -74,19 +71,6 @@ of robustness, after Holm's correction over all numbers of this router in this e
 worse, it is not better. Kinds may be of routes only (steadiness, noise), which promises nothing about predictions. The seeds
 must be fixed beforehand, in `benchmarks/verdicts.yaml`, and all must be there. Nothing corrects for the number of routers.
 """
-CLAIMS = """## The claims
-
-A claim is *confirmed* or *contradicted* if the interval of the difference excludes 0, and a difference in bits is at least
-0.01, because smaller ones mean nothing on a GPU. Otherwise it is *not shown*: then the difference that would have shown
-stands beside it. Models are smaller than the papers', runs shorter (40,000 to 120,000 steps there), and routers have our
-default options, which are not all the paper's.
-
-*Published* is the paper's figure against that of its baseline, and the experiment that it is from: `holdfast papers NAME`
-shows it with all that differs from ours, and `holdfast compare --paper NAME` runs it. A dash: the paper prints no number.
-
-| claim | published | ours: difference to `smoe` | seeds | verdict at this scale |
-|---|---|---|---|---|
-"""
 EARLIER = """## What we got wrong before
 
 Our first verdicts were of 450 steps, and routers differ most at the start. From the cells of
@@ -115,56 +99,6 @@ EARLY = 450  # steps of our first verdicts
 FIRST = "enwik8-d186d535"  # the experiment that other pages quote, and whose first steps those verdicts are compared with
 QUOTING = ("../README.md", "which-router.md")  # pages in docs that quote numbers
 QUOTE = re.compile(r"(<!-- (\S+) (\S+) (\S+) -->).*?(<!-- / -->)")
-
-
-def claims(experiments: Sequence[Experiment], names: Mapping[str, str]) -> Iterator[str]:
-    """Yield a row for each claim and experiment of its task that has its router."""
-    for claim in yaml.safe_load((SITE / "claims.yaml").read_text(encoding="utf-8")):
-        for experiment in experiments:
-            number = columns(experiment).get(claim["number"])
-            row = next((row for row in experiment.rows if row.router == claim["router"]), None)
-            of = task_of(experiment), claim.get("data") and data_name(experiment)
-            if of != (claim.get("task", "text"), claim.get("data")) or number is None or row is None:
-                continue
-            against = next((one for one in experiment.rows if one.router == claim.get("against")), None)
-            if "against" in claim and against is None:
-                continue
-            found = difference(experiment, row, number, against)
-            if found is None:
-                continue
-            judged = verdict(found, claim.get("better", number.better), number.floor)
-            would = ""
-            if judged == "not shown" and found.low is not None:
-                shows = (100 if number.percent else 1) * max(found.shows, number.floor)
-                would = f"; above {shows:.{number.digits}f} would have shown"
-            more = f", with {row.experts_per_token:.2f} experts per token" if row.uses_more_compute else ""
-            about = f"{claim['paper']}: {claim['claim']} (`{row.router}`, {names[experiment.name]})"
-            to = f", to `{claim['against']}`" if "against" in claim else ""
-            ours = f"{number.heading}{to}: {written(found, number)}{would}"
-            yield f"| {about} | {published(claim)} | {ours} | {found.seeds} | {judged}{more} |"
-
-
-def verdict(found: Difference, better: str, floor: float) -> str:
-    if found.low is None or found.high is None or found.low <= 0 <= found.high or abs(found.mean) < floor:
-        return "not shown"
-    return "**confirmed**" if (found.mean < 0) == (better == "lower") else "**contradicted**"
-
-
-def published(claim: Mapping[str, Any]) -> str:
-    """Return the paper's figure against its baseline's, and where it is; a dash if the paper prints no number."""
-    if "figure" not in claim:
-        return "-"
-    preset, column, theirs = claim["figure"]
-    rows = find_preset(preset).published.rows
-    baseline, mine = rows[0], next(row for row in rows if row["name"] == theirs)
-    unit = f"{claim['unit']}: " if "unit" in claim else ""
-    return f"{unit}{mine[column]} against {baseline[column]} (`{preset}`)"
-
-
-def claim_names(experiments: Sequence[Experiment], names: Mapping[str, str]) -> dict[str, str]:
-    """Return what claims call an experiment: its data, and more where several have the same data."""
-    data = [data_name(one) for one in experiments]
-    return {one.name: names[one.name] if data.count(name) > 1 else name for one, name in zip(experiments, data, strict=True)}
 
 
 def earlier(experiment: Experiment) -> Iterator[str]:
@@ -264,8 +198,9 @@ def page(results: Path, asked: Asked) -> dict[str, str]:
         heading = ROBUSTNESS + "\n" if experiment is shown[0] else ""
         lines += [f"{heading}### Robustness: {names[experiment.name]}\n", *robust.tables(experiment)]
     lines += rule([found for one in experiments for found in robust.judged(one, asked.seeds)], names)
-    if found := list(claims(experiments, claim_names(experiments, names))):
-        lines.append(CLAIMS + "\n".join(found) + "\n")
+    of_claims, pictures = claims(experiments, names, PICTURES)
+    lines += of_claims
+    made |= pictures
     clean = {(one.name, cell.router, cell.seed): cell.result["clean"]["figure"] for one in experiments for cell in one.cells}
     lines += certified(results / "certified", names, clean)
     if loads := list(attacked_loads(results / "attacks")):
