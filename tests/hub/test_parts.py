@@ -83,7 +83,7 @@ def test_towers_and_language_models_of_other_dense_families_work_too(tower: str,
 
 @pytest.mark.parametrize("k", [1, 2])
 def test_weights_are_copied_bit_for_bit_and_those_of_one_expert_are_1(k: int) -> None:
-    """What is left of a difference is rounding: experts multiply other numbers of rows than the dense network."""
+    """What is left of a difference is rounding: of single rows, of the ends of rows, and of `gelu_new` (docs/notes.md)."""
     dense, model = llava(), holdfast.sparsify(llava(), experts=4, k=k, parts=PARTS)
     with torch.no_grad(), holdfast.trace(model) as routes:
         model(**batch())
