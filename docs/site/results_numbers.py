@@ -107,14 +107,14 @@ SHARED = {
             [value for layer in at(result, "snapshots", "layers") for value in (layer["fluctuation"] or [])[-1:]]
         ),
         2,
-        about="share of tokens whose experts change over the last fifth of training",
+        about="share of tokens whose k best experts change over the last fifth of training",
         kind="steadiness in training",
     ),
     "consistency": Number(
         "consistency",
         lambda result: layers_mean(at(result, "consistency", "layers") or []),
         4,
-        about="share of tokens whose experts stay the same under noise of 5% of each embedding's length",
+        about="share of tokens whose k best experts stay the same under noise of 5% of each embedding's length",
         better="higher",
         kind="noise",
     ),
@@ -204,18 +204,29 @@ def _without_pictures(result: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _trials(experiment: Experiment) -> dict[str, Number]:
-    """Return the error under each attack or change of the inputs."""
-    names = dict.fromkeys(name for cell in experiment.cells for name in at(cell.result, "trials"))
-    return {
-        name: _main(
-            experiment,
-            name,
-            score("trials", name),
-            _of_trial(experiment, name),
-            "attacks on pixels" if name in PIXELS else name,
-        )
-        for name in names
-    }
+    """Return the error under each attack or change of the inputs, and its cost where the same examples have a clean one."""
+    trials = {name: trial for cell in experiment.cells for name, trial in at(cell.result, "trials").items()}
+    found = {}
+    for name, trial in trials.items():
+        about, costs = _of_trial(experiment, name), name not in PIXELS and trial.get("clean") is not None
+        kind = "" if costs else "attacks on pixels" if name in PIXELS else name
+        found[name] = _main(experiment, name, score("trials", name), about, kind)
+        if costs:  # a model with fewer errors has fewer of them here too
+            words = f"by how much this raises the {experiment.cells[0].measure.noun} of the same examples"
+            found[f"cost of {name}"] = replace(
+                found[name], heading=f"cost of {name}", read=_cost(name), about=words, kind=name
+            )
+    return found
+
+
+def _cost(name: str) -> Read:
+    """Return how the change of a measure under a trial is read; it has no results of single examples."""
+
+    def read(result: Mapping[str, Any]) -> Mapping[str, Any]:
+        trial = at(result, "trials", name)
+        return {"figure": trial["figure"] - trial["clean"]} if trial.get("clean") is not None else {}
+
+    return read
 
 
 def _of_trial(experiment: Experiment, name: str) -> str:
@@ -329,7 +340,7 @@ def difference(
 
 
 def written(found: Difference | None, number: Number, *, bold: bool | None = None, missing: str = "baseline") -> str:
-    """Return a difference with its interval; bold if that excludes 0, unless `bold` decides."""
+    """Return a difference with its interval; bold if that excludes 0 and it reaches the floor, unless `bold` decides."""
     if found is None:
         return missing
     low, high = found.low, found.high
@@ -337,7 +348,9 @@ def written(found: Difference | None, number: Number, *, bold: bool | None = Non
     if low is None or high is None:
         return f"{times * found.mean:+.{number.digits}f}"
     shown = "{:+.{d}f} ({:+.{d}f} to {:+.{d}f})".format(times * found.mean, times * low, times * high, d=number.digits)
-    return f"**{shown}**" if (low > 0 or high < 0 if bold is None else bold) else shown
+    if bold is None:
+        bold = (low > 0 or high < 0) and abs(found.mean) >= number.floor
+    return f"**{shown}**" if bold else shown
 
 
 def written_level(experiment: Experiment, row: Row, number: Number) -> str:
@@ -345,7 +358,7 @@ def written_level(experiment: Experiment, row: Row, number: Number) -> str:
     return "-" if found is None else f"{found.mean * (100 if number.percent else 1):.{number.digits}f}"
 
 
-def tables(experiment: Experiment) -> Iterator[str]:
+def tables(experiment: Experiment, *, differences: bool = True) -> Iterator[str]:
     """Yield the tables of an experiment, three numbers in each, and below each what its numbers are."""
     found = columns(experiment)
     of_task = [number for name, number in found.items() if name not in ROUTING and not number.constant]
@@ -355,7 +368,7 @@ def tables(experiment: Experiment) -> Iterator[str]:
     parts.append([found[name] for name in ROUTING if name in found])
     constants = [number for number in found.values() if number.constant]
     for place, part in enumerate(filter(None, parts)):
-        yield from table(experiment, part)
+        yield from table(experiment, part, differences=differences)
         yield ""
         yield from (f"- *{number.heading}*: {number.about}" for number in part)
         for number in constants if place == 0 else []:
@@ -363,11 +376,17 @@ def tables(experiment: Experiment) -> Iterator[str]:
         yield ""
 
 
-def table(experiment: Experiment, numbers: Sequence[Number]) -> Iterator[str]:
+def has_enough_seeds(experiment: Experiment) -> bool:
+    """Return whether a router has seeds enough to be compared with its baseline."""
+    pairs = [(row, baseline_of(experiment, row)) for row in experiment.rows]
+    return any(len(shared_seeds(experiment, row, other)) >= FEWEST_SEEDS for row, other in pairs if other is not None)
+
+
+def table(experiment: Experiment, numbers: Sequence[Number], *, differences: bool = True) -> Iterator[str]:
     """Yield the lines of a table of an experiment with these numbers."""
     heads = ["router", "seeds", "experts per token"]
     for number in numbers:
-        heads += [number.heading, "difference"]
+        heads += [number.heading, "difference"] if differences else [number.heading]
     yield "| " + " | ".join(heads) + " |"
     yield "|" + "---|" * len(heads)
     for row in rows_of(experiment):
@@ -377,8 +396,9 @@ def table(experiment: Experiment, numbers: Sequence[Number]) -> Iterator[str]:
         cells = [shown_name(row), seeds, f"{row.experts_per_token:.2f}"]
         missing = "baseline" if is_baseline(experiment, row) else "-"
         for number in numbers:
-            found = difference(experiment, row, number)
-            cells += [written_level(experiment, row, number), written(found, number, missing=missing)]
+            cells.append(written_level(experiment, row, number))
+            if differences:
+                cells.append(written(difference(experiment, row, number), number, missing=missing))
         yield "| " + " | ".join(cells) + " |"
 
 

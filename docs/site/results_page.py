@@ -18,7 +18,9 @@ from typing import Any
 import numpy as np
 
 from holdfast.metrics import Difference
+from holdfast.metrics.paired import FEWEST_SEEDS
 from holdfast.train.ledger import Experiment, read_ledger
+from holdfast.train.results import Row
 
 SITE = Path(__file__).resolve().parent
 DOCS, RESULTS = SITE.parent, SITE.parent.parent / "results"
@@ -34,6 +36,7 @@ from results_numbers import (  # noqa: E402
     LOSS,
     columns,
     difference,
+    has_enough_seeds,
     level,
     tables,
     written,
@@ -50,18 +53,17 @@ seed, and what was measured of their models in `results/audits`, `results/certif
 a stored file is not here. To add cells, run a comparison with `--ledger results/ledger`, then `make results`.
 
 Numbers are means over seeds. A difference is to `smoe`, paired by seed, with its 95% interval; bold where the interval
-excludes 0. With fewer than three seeds it has no interval and shows nothing. Intervals of figures
-are over seeds and test examples ([how certain a difference is](comparing.md#how-certain-a-difference-is)); those of
+excludes 0, of bits per byte only from 0.01. With fewer than three seeds it has no interval and shows nothing. Intervals of
+figures are over seeds and test examples ([how certain a difference is](comparing.md#how-certain-a-difference-is)); those of
 fluctuation, consistency, load and audits are over seeds only. They are not corrected for the number of comparisons: of
 twenty intervals, about one excludes 0 by chance. **Differences of less than 0.01 bits mean nothing on a GPU, whatever their
-interval**: the same seed does not give the same run there.
+interval**: the same seed does not give the same run there ([notes](notes.md#comparisons); those runs were not stored).
 """
 ROBUSTNESS = """## Where robustness shows
 
 Apart from how well models predict. The first row has the numbers of `smoe`, every other row its difference to them. **Bold**
 is what remains after Holm's correction for all numbers of robustness of this router in this experiment (5% together). A
-router that runs more experts per token may owe a difference to that. Attacks on images, on labelled texts and on pictures
-with questions stand in the tables of those experiments; the next section corrects them in the same way.
+router that runs more experts per token may owe a difference to that.
 """
 RULE = """## Which router is recommended
 
@@ -71,11 +73,16 @@ of robustness, after Holm's correction over all numbers of this router in this e
 worse, it is not better. Kinds may be of routes only (steadiness, noise), which promises nothing about predictions. The seeds
 must be fixed beforehand, in `benchmarks/verdicts.yaml`, and all must be there. Nothing corrects for the number of routers.
 """
+BEGUN = """## Begun: too few seeds
+
+No router of these experiments has three seeds that its baseline has too. They show what is being measured, and nothing about
+routers: seeds differ by as much.
+"""
 EARLIER = """## What we got wrong before
 
-Our first verdicts were of 450 steps, and routers differ most at the start. From the cells of
-{}, the difference of the training loss to `smoe` in nats, with its 95% interval over seeds, bold where
-that excludes 0:
+Our first verdicts were of 450 steps, and routers differ most at the start. From the cells of {}: the
+difference of the training loss to `smoe` in nats, early (steps {} to {}) and at the end (the last {} steps), with its 95%
+interval over seeds, bold where that excludes 0.
 
 """
 LOADS = """## Overload and targeted attacks
@@ -95,24 +102,33 @@ do, and does not rank routers.
 | router | seeds | budget | one expert | targeted | dropped |
 |---|---|---|---|---|---|
 """
-EARLY = 450  # steps of our first verdicts
+EARLY, LATE = (350, 550), 500  # steps around those of our first verdicts, and before the end
 FIRST = "enwik8-d186d535"  # the experiment that other pages quote, and whose first steps those verdicts are compared with
 QUOTING = ("../README.md", "which-router.md")  # pages in docs that quote numbers
 QUOTE = re.compile(r"(<!-- (\S+) (\S+) (\S+) -->).*?(<!-- / -->)")
 
 
+def at_start_and_end(experiment: Experiment, row: Row) -> tuple[Difference, Difference] | None:
+    """Return the difference of the training loss around the step of our first verdicts, and at the end."""
+    if (curve := loss_differences(experiment, row)) is None or len(curve[1]) < FEWEST_SEEDS:
+        return None
+    steps, losses = curve
+    found = []
+    for some in ((steps >= EARLY[0]) & (steps <= EARLY[1]), steps > steps[-1] - LATE):
+        values = losses[:, some].mean(1, keepdims=True)
+        mean, half = float(values.mean()), half_width(values)
+        assert half is not None
+        found.append(Difference(mean, mean - float(half[0]), mean + float(half[0]), len(losses)))
+    return found[0], found[1]
+
+
 def earlier(experiment: Experiment) -> Iterator[str]:
-    """Yield a table of the differences of the training losses at the step of our first verdicts, and at the end."""
-    yield f"| router | around step {EARLY} | at the end |"
+    """Yield a table of the differences of the training losses at the steps of our first verdicts, and at the end."""
+    yield "| router | early | at the end |"
     yield "|---|---|---|"
     for row in experiment.rows:
-        if (curve := loss_differences(experiment, row)) is None or (half := half_width(curve[1])) is None:
-            continue
-        steps, losses = curve
-        early = int(np.abs(steps - EARLY).argmin())
-        found = zip(losses.mean(0).tolist(), half.tolist(), strict=True)
-        shown = [written(Difference(mean, mean - half, mean + half, len(losses)), LOSS) for mean, half in found]
-        yield f"| `{row.router}` | {shown[early]} | {shown[-1]} |"
+        if found := at_start_and_end(experiment, row):
+            yield f"| `{row.router}` | {written(found[0], LOSS)} | {written(found[1], LOSS)} |"
 
 
 def attacked_loads(folder: Path) -> Iterator[str]:
@@ -150,8 +166,16 @@ def rule(all_judged: Sequence[robust.Judged], names: Mapping[str, str]) -> Itera
 
 
 def quoted(experiment: Experiment, router: str, name: str, kind: str) -> str:
-    """Return a number as a page quotes it: a difference, its mean, a verdict, a level, a percentage or experts per token."""
-    row, number = next(row for row in experiment.rows if row.router == router), columns(experiment)[name]
+    """Return a number as a page quotes it: a difference, its mean, a verdict, a level, a percentage or experts per token.
+
+    The name "loss" is the difference of the training loss: "early" or at the "end".
+    """
+    row = next(row for row in experiment.rows if row.router == router)
+    if name == "loss":
+        losses = at_start_and_end(experiment, row)
+        assert losses is not None
+        return written(losses[kind == "end"], LOSS)
+    number = columns(experiment)[name.replace("-", " ")]
     if kind == "experts":
         return f"{row.experts_per_token:.2f}"
     if kind in ("level", "percent"):
@@ -181,8 +205,10 @@ def read_results(results: Path) -> list[Experiment]:
 
 def page(results: Path, asked: Asked) -> dict[str, str]:
     """Return results.md and its pictures, by their paths in docs."""
-    experiments = read_results(results)
-    made, lines, names = {}, [NOTICE + INTRODUCTION], titles(experiments)
+    stored = read_results(results)
+    names = titles(stored)
+    experiments = [one for one in stored if has_enough_seeds(one)]
+    made, lines = {}, [NOTICE + INTRODUCTION]
     for experiment in experiments:
         lines += [f"## {names[experiment.name]}\n", setting(experiment) + "\n", *tables(experiment)]
         for kind, draw, about in (
@@ -201,11 +227,23 @@ def page(results: Path, asked: Asked) -> dict[str, str]:
     of_claims, pictures = claims(experiments, names, PICTURES)
     lines += of_claims
     made |= pictures
-    clean = {(one.name, cell.router, cell.seed): cell.result["clean"]["figure"] for one in experiments for cell in one.cells}
+    clean = {(one.name, cell.router, cell.seed): cell.result["clean"]["figure"] for one in stored for cell in one.cells}
     lines += certified(results / "certified", names, clean)
     if loads := list(attacked_loads(results / "attacks")):
         lines.append(LOADS + "\n".join(loads) + "\n")
-    lines += [EARLIER.format(names[one.name]) + "\n".join(earlier(one)) + "\n" for one in experiments if one.name == FIRST]
+    lines += [
+        EARLIER.format(names[one.name], *EARLY, LATE) + "\n".join(earlier(one)) + "\n"
+        for one in experiments
+        if one.name == FIRST
+    ]
+    begun = [one for one in stored if one not in experiments]
+    for experiment in begun:
+        heading = BEGUN + "\n" if experiment is begun[0] else ""
+        lines += [
+            f"{heading}### {names[experiment.name]}\n",
+            setting(experiment) + "\n",
+            *tables(experiment, differences=False),
+        ]
     lines += missing(asked)
     return {"results.md": "\n".join(lines).rstrip("\n") + "\n", **made}
 

@@ -52,8 +52,8 @@ def loss_differences(experiment: Experiment, row: Row, *, held_out: bool = False
     pairs = [(curve(cell), baseline[cell.seed]) for cell in experiment.cells_of(row) if cell.seed in baseline]
     if not pairs:
         return None
-    found = [mine[1] - np.interp(mine[0], *theirs) for mine, theirs in pairs]
-    return pairs[0][0][0], np.array(found)
+    steps = pairs[0][0][0]  # of the first seed; others may have points between them
+    return steps, np.array([np.interp(steps, *mine) - np.interp(steps, *theirs) for mine, theirs in pairs])
 
 
 def half_width(values: np.ndarray) -> np.ndarray | None:

@@ -72,7 +72,7 @@ AUDITED = {
         audited("flips.model.bf16", "flips.model.fp32"),
         2,
         True,
-        "tokens that go to other experts when the model runs in bf16, mean over layers",
+        "tokens whose k best experts change when the model runs in bf16, mean over layers",
         kind="rounding",
     ),
     "batch": Number(
@@ -80,7 +80,7 @@ AUDITED = {
         audited("prediction_flips.batch.alone"),
         2,
         True,
-        "predictions that change when each sequence runs alone in place of in a batch",
+        "predictions that change when each sequence runs alone in place of in a batch, in float32",
         kind="batch",
     ),
     **{
@@ -97,7 +97,7 @@ AUDITED = {
             (
                 "flips",
                 f"flips.noise.{share}",
-                "tokens that go to other experts under noise of {} of each router input's length",
+                "tokens whose k best experts change under noise of {} of each router input's length",
             ),
             (
                 "output",
@@ -111,7 +111,7 @@ AUDITED = {
         _certified,
         1,
         True,
-        "tokens whose experts no change of their hidden state by 1% of its length can change, mean over layers",
+        "tokens whose k best experts no change of the router's input by 1% of its length can change; at least so many",
         "higher",
         "certificate",
     ),
@@ -127,7 +127,7 @@ AUDITED = {
         audited("flips.attack"),
         1,
         True,
-        "tokens that a search sends to other experts by changing the router's input; it may not find all",
+        "tokens whose k best experts a search changes by changing the router's input; it may not find all",
         kind="routing attack",
     ),
 }
@@ -259,7 +259,7 @@ class Judged:
         return [
             *([f"an upper end below {self.limit:.3g}{self.unit}"] if self.end >= self.limit else []),
             *([f"{kinds} more kind{'s' if kinds > 1 else ''} of robustness"] if kinds > 0 else []),
-            *([] if self.fixed else ["seeds fixed beforehand"]),
+            *([] if self.fixed else ["new cells with seeds fixed beforehand"]),
         ]
 
 

@@ -122,7 +122,9 @@ def _examples(experiment: Experiment) -> str:
 def _attack(experiment: Experiment) -> str:
     attack = experiment.cells[0].experiment["attack"]
     if task_of(experiment) == "text" and "realised" in attack:
-        return f"{attack['realised']:.1%} of the words of the test text are swapped."
+        token = attack.get("options", {}).get("token")
+        how = "swapped" if token is None else f"swapped: replaced by the word {token}"
+        return f"{attack['realised']:.1%} of the words of the test text are {how}."
     return (
         f"the attack is {experiment.cells[0].measure.attack}." if "attacked" in columns(experiment) else "attacked as below."
     )
