@@ -11,18 +11,18 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache, partial
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
 from holdfast.attacks.text import (
-    STOP_WORDS,
     TYPOS,
     AttackedText,
     Span,
     Spans,
     Typo,
+    WordOptions,
     Words,
     attacked_texts,
     replaced,
@@ -65,11 +65,9 @@ def synonyms(
     least_similarity: float = LEAST_SIMILARITY,
     candidates: int = CANDIDATES,
     seed: int = 0,
-    stop_words: Collection[str] = STOP_WORDS,
-    special: Collection[str] = (),
-    keys: Sequence[str] | None = None,
     pieces: Sequence[Spans] | None = None,
     passages: Sequence[Sequence[Span]] | None = None,
+    **how: Unpack[WordOptions],
 ) -> AttackedText:
     """Replace words by `neighbours` of theirs where that raises the loss most; all other characters are untouched.
 
@@ -92,8 +90,8 @@ def synonyms(
     if similarity is not None:
         options["least_similarity"] = least_similarity
     guide = partial(_greedy, score=score, similarity=similarity, least=least_similarity)
-    how: dict[str, Any] = {"stop_words": stop_words, "special": special, "keys": keys, "pieces": pieces}
-    return _guided(texts, "synonyms", replacements, guide, passages, rate=rate, seed=seed, options=options, **how)
+    recorded: dict[str, Any] = {"options": options, "pieces": pieces, **how}
+    return _guided(texts, "synonyms", replacements, guide, passages, rate=rate, seed=seed, **recorded)
 
 
 def guided_typos(
@@ -105,10 +103,8 @@ def guided_typos(
     typos: Sequence[Typo] = TYPOS,
     inner: bool = True,
     seed: int = 0,
-    stop_words: Collection[str] = STOP_WORDS,
-    special: Collection[str] = (),
-    keys: Sequence[str] | None = None,
     passages: Sequence[Sequence[Span]] | None = None,
+    **how: Unpack[WordOptions],
 ) -> AttackedText:
     """Put one typo of `misspell` into words where it raises the loss most: `candidates` of a word's typos are tried.
 
@@ -123,7 +119,6 @@ def guided_typos(
         return random.sample(possible, min(candidates, len(possible)))
 
     options: dict[str, Json] = {"candidates": candidates, "typos": list(typos), "inner": inner}
-    how: dict[str, Any] = {"stop_words": stop_words, "special": special, "keys": keys, "pieces": None}
     guide = partial(_greedy, score=score)
     return _guided(texts, "guided typos", replacements, guide, passages, rate=rate, seed=seed, options=options, **how)
 
@@ -222,23 +217,19 @@ def nearest_words(words: Sequence[str], vectors: Tensor, count: int = CANDIDATES
         order = (unit @ unit[place]).topk(min(count + CASES, len(words))).indices.tolist()
         return [words[other] for other in order if words[other].lower() != words[place].lower()][:count]
 
-    def neighbours(word: str) -> Sequence[str]:
-        return nearest(places[word]) if word in places else _as_small(word, lambda small: nearest(places[small]), places)
-
-    return neighbours
+    return partial(_of_any_case, lambda word: nearest(places[word]), places)
 
 
 def listed_words(table: Mapping[str, Sequence[str]]) -> Callable[[str], Sequence[str]]:
     """Return a function from a word to its words in a table; the capitals are as in `nearest_words`."""
 
-    def neighbours(word: str) -> Sequence[str]:
-        return table[word] if word in table else _as_small(word, table.__getitem__, table)
-
-    return neighbours
+    return partial(_of_any_case, table.__getitem__, table)
 
 
-def _as_small(word: str, find: Callable[[str], Sequence[str]], known: Collection[str]) -> list[str]:
-    """Return the neighbours of a word's small letters, with the capitals of the word."""
+def _of_any_case(find: Callable[[str], Sequence[str]], known: Collection[str], word: str) -> Sequence[str]:
+    """Return the neighbours of a word, or of its small letters with the capitals of the word."""
+    if word in known:
+        return find(word)
     if word.lower() not in known:
         return []
     capitals = str.upper if word.isupper() and len(word) > 1 else str.capitalize if word[:1].isupper() else str
