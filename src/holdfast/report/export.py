@@ -20,7 +20,6 @@ from holdfast.report.tables import BOOKTABS, Cell, Record, Table, frame_of, reco
 from holdfast.stored import SCHEMA
 
 MOST_COLUMNS = 8  # of a table in LaTeX or text; one with more columns than this, and than rows, is turned
-WITH_INTERVAL = re.compile(r"([+-]?[\d.]+) \(([+-]?[\d.]+) to ([+-]?[\d.]+)\)")
 FIELD = re.compile(r"%\{(\w+)(?::([^}]*))?\}")  # of a template of plotly's labels
 
 
@@ -140,8 +139,7 @@ def strip_table(title: str, shown: Strip, note: str = "") -> Table:
         for aspect in shown.columns:
             bar = aspect.bars[at]
             yield aspect.title, bar.level
-            difference = WITH_INTERVAL.fullmatch(bar.text)
-            numbers = map(float, difference.groups()) if difference else ()
+            numbers = (bar.text.value, bar.text.low, bar.text.high) if isinstance(bar.text, Cell) else ()
             yield f"{aspect.title}, difference", Cell(f"{bar.word} {bar.text}".strip(), *numbers)
         for chip in row.chips:
             yield chip.about, Cell(f"{chip.text} {chip.ratio}".strip(), chip.value)

@@ -100,9 +100,13 @@ class Record(NamedTuple):
 
 def records_to_csv(records: Iterable[Record]) -> str:
     """Return the records as CSV, with their names in the first line."""
-    text = io.StringIO()
     lines = ([f"{one:.12g}" if isinstance(one, float) else one for one in record] for record in records)
-    csv.writer(text, lineterminator="\n").writerows([Record._fields, *lines])
+    return _csv([Record._fields, *lines])
+
+
+def _csv(rows: Iterable[Iterable[object]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()
 
 
@@ -153,9 +157,7 @@ class Table:
 
     def to_csv(self) -> str:
         """Return the columns and rows as CSV."""
-        text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows([self.columns, *self.rows])
-        return text.getvalue()
+        return _csv([self.columns, *self.rows])
 
     def to_latex(self) -> str:
         """Return a `tabular` with the rules of the LaTeX package booktabs; title and note are left to the document."""
