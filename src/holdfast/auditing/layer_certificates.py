@@ -38,7 +38,6 @@ from holdfast.stored import without_nan
 
 LEVELS = (0.001, 0.01, 0.05, 0.1)  # relative radii at which the share of certified tokens is reported
 OTHER_OUTPUT = 0.05  # a larger relative difference between the declared and the real output of a layer is not rounding
-TENSORS = ("radius", "distance", "lengths", "margin", "real")  # of `Certificates`, one number per token
 
 
 class Undecided(Accumulator[UndecidedTokens]):
@@ -169,17 +168,23 @@ class LayerCertificates:
     @property
     def certificates(self) -> Certificates | None:
         """Return the certificates as rows, without padding; None if there are none."""
-        return _joined(self.found) if self.found else None
+        if not self.found:
+            return None
+        bounds = {name: torch.cat([part.bounds[name] for part in self.found]) for name in self.found[0].bounds}
+        kind = self.found[0].kind if len({part.kind for part in self.found}) == 1 else "lower bound"
+        return Certificates.joined(self.found, bounds=bounds, kind=kind)
 
     def add(self, audited: AuditedModel, observed: Observation, options: CertificateOptions) -> Callable[[], None]:
         """Certify one batch's real tokens, and which of them are undecided; return a function that adds the result."""
         real = observed.real(self.layer)
         bounded = self._bound_output(audited, observed, options.outputs)
         try:
-            certificates = _rows(certify_layer(audited, self.layer, observed, options), real)
+            found = certify_layer(audited, self.layer, observed, options)
         except ValueError as problem:  # no certificate is known for this router
             reason = str(problem)
             return lambda: setattr(self, "reason", reason)
+        bounds = {name: values.reshape(-1)[real].cpu() for name, values in found.bounds.items()}
+        certificates = found.rows(real, bounds=bounds)
         dtypes = {} if certificates.kind == "probabilistic" else DTYPES
         undecided = {
             name: undecided_tokens(audited, self.layer, observed, dtype, options.rounding)[real].cpu()
@@ -307,18 +312,3 @@ class _Certification(Measurement):
         for finish in [layer.add(self.audited, observed, options) for layer in self.layers]:
             finish()
         self.count(batch, len(observed.real(0)))
-
-
-def _rows(found: Certificates, real: Tensor) -> Certificates:
-    """Return the certificates of some tokens as rows, on the CPU."""
-    selected: dict[str, Any] = {name: getattr(found, name).reshape(-1)[real].cpu() for name in TENSORS}
-    bounds = {name: values.reshape(-1)[real].cpu() for name, values in found.bounds.items()}
-    return replace(found, **selected, pair=found.pair.reshape(-1, 2)[real].cpu(), bounds=bounds)
-
-
-def _joined(parts: Sequence[Certificates]) -> Certificates:
-    """Return the certificates of several batches as one."""
-    joined: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in (*TENSORS, "pair")}
-    bounds = {name: torch.cat([part.bounds[name] for part in parts]) for name in parts[0].bounds}
-    kind = parts[0].kind if len({part.kind for part in parts}) == 1 else "lower bound"
-    return replace(parts[0], **joined, bounds=bounds, kind=kind)

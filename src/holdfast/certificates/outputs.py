@@ -35,13 +35,13 @@ T tokens, E networks, d width, h hidden width
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol, Self, final
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor
 
 from holdfast.certificates.arithmetic import Arithmetic
-from holdfast.certificates.certificates import Json
+from holdfast.certificates.certificates import Json, TokenRecord
 from holdfast.certificates.radii import certify_described, describe
 from holdfast.certificates.router_conditions import CertifiedRouter, Gate
 from holdfast.certificates.weight_change import WeightChange, declared_shares
@@ -144,7 +144,6 @@ class NetworksAtTokens:
 
 MOST_ELEMENTS = 2**22  # of the largest tensor; more tokens are processed in several steps
 WRONG_WEIGHT = 1e-3  # a larger difference of a declared and a computed weight is neither rounding of it nor of logits
-TENSORS = ("radii", "bound", "change", "reach", "lengths", "real")  # of `OutputCertificate`
 OTHER_OUTPUT = 0.05  # a larger difference, relative to an output's length and as a median over tokens, is not rounding
 CHANGES = (0.01, 0.1, 0.5, 1.0)  # relative changes of which `summary` says the share of tokens
 
@@ -170,9 +169,10 @@ class LayerWithParts(Protocol):
 
 @final
 @dataclass(frozen=True)
-class OutputCertificate:
+class OutputCertificate(TokenRecord):
     """For each token and radius, how much the output of a layer changes at most. (...) are the dimensions of tokens."""
 
+    tensors = ("radii", "bound", "change", "reach", "lengths", "real")
     radii: Tensor  # (...,R) float64: largest perturbations, in l2
     bound: Tensor  # (...,R) float64: the largest change of the output, in l2
     change: Tensor  # (...,R) float64: TV, how much of the weights can move: a bound of half the sum of |g' - g|
@@ -181,19 +181,6 @@ class OutputCertificate:
     real: Tensor  # (...) bool: False for padding
     given: tuple[float, ...]  # the radii as passed
     relative: bool  # whether these are multiples of each token's own length
-
-    def rows(self, index: Tensor) -> Self:
-        """Return the bounds of some tokens, given by their numbers (T,), as rows on the CPU."""
-        tensors: dict[str, Any] = {
-            name: getattr(self, name).flatten(0, self.real.dim() - 1)[index].cpu() for name in TENSORS
-        }
-        return replace(self, **tensors)
-
-    @classmethod
-    def joined(cls, parts: "Sequence[OutputCertificate]") -> "OutputCertificate":
-        """Return the rows of several batches, for the same radii, as one."""
-        tensors: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in TENSORS}
-        return replace(parts[0], **tensors)
 
     def share(self, change: float) -> list[float]:
         """Return for each radius the share of real tokens whose output changes by at most `change` times its length."""
@@ -312,20 +299,17 @@ def _bounds(parts: LayerParts, moving: WeightChange, rows: Tensor, limits: Tenso
         moves = experts.move(radius)
         if moving.alone:
             reach, each, largest = moving.each(radius)
-            bound = scale * ((each * alone).sum(1) + (largest * moves).sum(1))
-            bounds.append((bound if shared is None else bound + shared.move(radius).squeeze(1)) * ABOVE)
-            changes.append(each.sum(1) / 2)
-            reaches.append(reach)
-            continue
-        reach, change = moving.within(radius)
-        widest = (apart * (reach.unsqueeze(1) & reach.unsqueeze(2))).flatten(1).amax(1)
-        farthest, nearest = (moves * reach).amax(1), moves.where(reach, torch.inf).amin(1)
-        if moving.of_all:
-            widest, nearest = widest.maximum((alone * reach).amax(1)), torch.zeros_like(nearest)
-        move = farthest.minimum((moving.weights * moves).sum(1) + change * (farthest - nearest))
-        bound = scale * (change * widest + move)
+            bound, change = scale * ((each * alone).sum(1) + (largest * moves).sum(1)), each.sum(1) / 2
+        else:
+            reach, share = moving.within(radius)
+            widest = (apart * (reach.unsqueeze(1) & reach.unsqueeze(2))).flatten(1).amax(1)
+            farthest, nearest = (moves * reach).amax(1), moves.where(reach, torch.inf).amin(1)
+            if moving.of_all:
+                widest, nearest = widest.maximum((alone * reach).amax(1)), torch.zeros_like(nearest)
+            move = farthest.minimum((moving.weights * moves).sum(1) + share * (farthest - nearest))
+            bound, change = scale * (share * widest + move), moving.mass * share
         bounds.append((bound if shared is None else bound + shared.move(radius).squeeze(1)) * ABOVE)
-        changes.append(moving.mass * change)
+        changes.append(change)
         reaches.append(reach)
     outputs = parts.scale * moving.mass * (moving.weights.unsqueeze(-1) * experts.outputs).sum(1)
     outputs = outputs if shared is None else outputs + shared.outputs.squeeze(1)
