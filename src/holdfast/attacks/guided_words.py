@@ -55,6 +55,16 @@ Similarity = Callable[[str, Sequence[str]], Tensor]  # (text, versions of it) ->
 Candidates = Callable[[str, Random], Sequence[str]]  # replacements of a word, the best first
 
 
+class Guide(NamedTuple):
+    """What an attack tries, where, and how it judges that."""
+
+    candidates: Candidates
+    score: Score
+    passages: Sequence[Sequence[Span]] | None  # of each document; None: every document is one
+    similarity: Similarity | None = None
+    least: float = 0.0  # similarity
+
+
 def synonyms(
     texts: str | Sequence[str],
     *,
@@ -89,9 +99,8 @@ def synonyms(
     options: dict[str, Json] = {"candidates": candidates}
     if similarity is not None:
         options["least_similarity"] = least_similarity
-    guide = partial(_greedy, score=score, similarity=similarity, least=least_similarity)
-    recorded: dict[str, Any] = {"options": options, "pieces": pieces, **how}
-    return _guided(texts, "synonyms", replacements, guide, passages, rate=rate, seed=seed, **recorded)
+    guide = Guide(replacements, score, passages, similarity, least_similarity)
+    return _guided(texts, "synonyms", guide, rate=rate, seed=seed, options=options, pieces=pieces, **how)
 
 
 def guided_typos(
@@ -119,52 +128,34 @@ def guided_typos(
         return random.sample(possible, min(candidates, len(possible)))
 
     options: dict[str, Json] = {"candidates": candidates, "typos": list(typos), "inner": inner}
-    guide = partial(_greedy, score=score)
-    return _guided(texts, "guided typos", replacements, guide, passages, rate=rate, seed=seed, options=options, **how)
+    guide = Guide(replacements, score, passages)
+    return _guided(texts, "guided typos", guide, rate=rate, seed=seed, options=options, **how)
 
 
-def _guided(
-    texts: str | Sequence[str],
-    attack: str,
-    candidates: Candidates,
-    guide: Callable[..., dict[Span, str]],
-    passages: Sequence[Sequence[Span]] | None,
-    *,
-    rate: float,
-    seed: int,
-    **how: Any,
-) -> AttackedText:
-    """Return the texts with words replaced by the `candidates` that `guide` prefers (`_greedy`)."""
+def _guided(texts: str | Sequence[str], attack: str, guide: Guide, *, rate: float, seed: int, **how: Any) -> AttackedText:
+    """Return the texts with words replaced by the candidates that are chosen greedily."""
 
     def choose(number: int, text: str, key: str, words: Words, may: Collection[Span]) -> dict[Span, str]:
         replacements = dict[Span, str]()
-        for start, end in [(0, len(text))] if passages is None else passages[number]:
+        for start, end in [(0, len(text))] if guide.passages is None else guide.passages[number]:
             random = Random(derived_seed(seed, attack, key, start))
             possible = {
                 (first - start, last - start): some
                 for word, (first, last) in words
                 if start <= first and last <= end and (first, last) in may
-                if (some := [new for new in candidates(word, random) if new != word])
+                if (some := [new for new in guide.candidates(word, random) if new != word])
             }
             most = math.floor(rate * len(possible) + random.random())
-            chosen = guide(text[start:end], number, possible, most)
+            chosen = _greedy(guide, text[start:end], number, possible, most)
             replacements |= {(first + start, last + start): new for (first, last), new in chosen.items()}
         return replacements
 
     return attacked_texts(texts, attack, choose, rate=rate, seed=seed, **how)
 
 
-def _greedy(
-    text: str,
-    document: int,
-    may: Mapping[Span, Sequence[str]],
-    most: int,
-    score: Score,
-    similarity: Similarity | None = None,
-    least: float = 0.0,
-) -> dict[Span, str]:
+def _greedy(guide: Guide, text: str, document: int, may: Mapping[Span, Sequence[str]], most: int) -> dict[Span, str]:
     """Return at most `most` replacements, chosen word by word, from the most important word on."""
-    chosen = dict[Span, str]()
+    chosen, score, similarity = dict[Span, str](), guide.score, guide.similarity
     if not most or bool(score(document, [Version(text, ())]).succeeded[0]):
         return chosen
     for span in _by_importance(text, document, list(may), score):
@@ -176,7 +167,7 @@ def _greedy(
         usable, order = torch.ones_like(succeeded), -torch.arange(len(tried), device=loss.device).double()
         if similarity is not None:
             order = similarity(text, [replaced(text, one)[0] for one in tried]).to(loss.device).double()
-            usable = order >= least
+            usable = order >= guide.least
         usable[0] = False
         wins = succeeded & usable
         if wins.any():

@@ -7,7 +7,7 @@ its budget. What it returns is checked: a text changes only where the result say
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, final, get_args
+from typing import Any, TypeVar, Unpack, final, get_args, get_origin
 
 from torch import Tensor
 
@@ -72,8 +72,9 @@ class Attack:
         """The known keywords that its function takes."""
         parameters = inspect.signature(self.run).parameters
         others = [one.annotation for one in parameters.values() if one.kind is inspect.Parameter.VAR_KEYWORD]
-        named = {*parameters, *(name for each in others for kind in get_args(each) for name in kind.__annotations__)}
-        takes_all = any(not get_args(each) for each in others)  # not only the keywords of an `Unpack`
+        typed = [get_args(each)[0] for each in others if get_origin(each) is Unpack]
+        named = {*parameters, *(name for each in typed for name in each.__annotations__)}
+        takes_all = len(typed) < len(others)
         return [name for name in KEYWORDS[self.task] if name in named or (takes_all and name not in GUIDES)]
 
     @property
