@@ -33,7 +33,6 @@ def render_attack(stored: Mapping[str, Any]) -> str:
         sentences=[verdict],
         title=f"{stored['model']}, on {stored['data']['name']}",
         attacks=list(stored.get("curves") or stored["lines"]["curves"]),
-        plots=plots,
         errors=table,
         how={"Versions": dict(stored["versions"]), "Data": as_texts(stored["data"]), **settings},
     )

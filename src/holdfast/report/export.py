@@ -28,6 +28,7 @@ class Page:
 
     brief       the table that `print` shows
     sentences   what the page says, the most important first; `print` shows that one
+    values      what the template shows, beside `sentences` and, unless it has other `plots`, the plots
     exported    what the template shows in another form than tables and plots: tables of it, strips, dataclasses of texts
     """
 
@@ -60,9 +61,8 @@ class Page:
         packed = gzip.compress(json.dumps(texts).encode(), mtime=0)
         name = re.sub(r"[^\w.-]+", "-", f"{self.template.removesuffix('.html')}-{self.values['title']}")[:60].strip("-")
         saved = {"schema": SCHEMA, "name": name, "packed": base64.b64encode(packed).decode()}
-        return render_template(
-            self.template, self.plots, {**self.data, "export": saved}, sentences=self.sentences, **self.values
-        )
+        values = {"plots": self.plots, "sentences": self.sentences, **self.values}
+        return render_template(self.template, self.plots, {**self.data, "export": saved}, **values)
 
     @property
     def tables(self) -> list[Table]:

@@ -176,14 +176,10 @@ class Table:
         lines = [[" ".join(Cell.of(cell).brief.split()) for cell in row] for row in (self.columns, *self.rows)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         right = [place > 0 and self._has_numbers(place) for place in range(len(widths))]
-        padded = [
-            "  ".join(
-                cell.rjust(width) if end else cell.ljust(width) for cell, width, end in zip(line, widths, right, strict=True)
-            )
-            for line in lines
-        ]
+        forms = [f"{{:{'>' if end else '<'}{width}}}" for width, end in zip(widths, right, strict=True)]
+        head, *body = ("  ".join(forms).format(*line).rstrip() for line in lines)
         rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
-        return "\n".join(line.rstrip() for line in [*([self.title] if self.title else []), padded[0], rule, *padded[1:]])
+        return "\n".join([*filter(None, [self.title]), head, rule, *body])
 
     def _repr_html_(self) -> str:
         """The table for a notebook; everything in it is escaped."""
