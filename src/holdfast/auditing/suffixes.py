@@ -15,7 +15,7 @@ from torch import Tensor
 from holdfast.attacks import random_tokens, search_tokens
 from holdfast.attacks.flags import Flag, black_box_flag
 from holdfast.attacks.inputs import ascending
-from holdfast.attacks.threat import check_seed, derived_seed
+from holdfast.attacks.threat import derived_seed
 from holdfast.auditing.triggers import InsertedTokens, allowed_tokens
 from holdfast.hub.tracing import longest_sequence
 from holdfast.train.task import AttackTable, Task, forward
@@ -33,7 +33,6 @@ def attack_suffix(
 
     budget    the tokens of a suffix, or several numbers of them
     """
-    check_seed(seed)
     budgets = ascending(list(budget) if isinstance(budget, Sequence) else [budget])
     for one in budgets:
         if one != int(one) or one < 1:
