@@ -95,11 +95,6 @@ class CertificateOptions:
     smoothing: Smoothing | None = None
     outputs: tuple[float, ...] = ()
 
-    @property
-    def of_routes(self) -> dict[str, Any]:
-        """Return the options of `certificates.certify`."""
-        return {name: value for name, value in vars(self).items() if name != "outputs"}
-
 
 def certify_layer(audited: AuditedModel, layer: int, observed: Observation, options: CertificateOptions) -> Certificates:
     """Return a certificate for each token of one layer in one forward, in the arithmetic that its router uses."""
@@ -107,7 +102,8 @@ def certify_layer(audited: AuditedModel, layer: int, observed: Observation, opti
     tokens, context = gate_inputs(call)
     computed = torch.float32 if isinstance(subject, Router) or tokens.dtype == torch.float64 else tokens.dtype
     try:
-        return certify(subject, tokens, context, arithmetic=computed, **options.of_routes)
+        how: dict[str, Any] = {name: getattr(options, name) for name in ("norm", "rounding", "smoothing")}
+        return certify(subject, tokens, context, arithmetic=computed, **how)
     except NoCertificate:
         if options.smoothing is None or isinstance(subject, Router):
             raise
