@@ -11,7 +11,7 @@ import types
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from fractions import Fraction
 from functools import cache
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from holdfast.errors import unknown_name
 
@@ -28,7 +28,10 @@ class Limits:
     words: str
 
 
-def from_mapping(kind: Any, values: Any, path: str = "", *, skip_unknown: bool = False) -> Any:
+Record = TypeVar("Record")
+
+
+def from_mapping(kind: type[Record], values: Any, path: str = "", *, skip_unknown: bool = False) -> Record:
     """Return an instance of the dataclass `kind`; raise ValueError naming the path of the first value that is wrong.
 
     Values may be instances already, at any depth: these were checked where they were made.
@@ -39,7 +42,7 @@ def from_mapping(kind: Any, values: Any, path: str = "", *, skip_unknown: bool =
         return values
     if not isinstance(values, dict):
         raise ValueError(f"{path or 'it'} must be a section with keys, not {values!r}.")
-    hints, known = type_hints(kind), {entry.name: entry for entry in fields(kind)}
+    hints, known = type_hints(kind), {entry.name: entry for entry in fields(kind)}  # type: ignore[arg-type]
     if skip_unknown:
         values = {key: value for key, value in values.items() if key in known}
     for key in values:
@@ -57,7 +60,7 @@ def check_value(kind: Any, value: Any, path: str, *, skip_unknown: bool = False)
     kinds = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
     for each in kinds:
         if is_dataclass(each) and (value is not None or types.NoneType not in kinds):
-            return from_mapping(each, value, path, skip_unknown=skip_unknown)
+            return from_mapping(each, value, path, skip_unknown=skip_unknown)  # type: ignore[arg-type]
         if _holds_sections(each) and isinstance(value, list | dict):
             return _check_entries(each, value, path, skip_unknown=skip_unknown)
     if isinstance(value, str) and str not in kinds and any(_without_limits(each) is float for each in kinds):

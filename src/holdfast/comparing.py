@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -73,11 +74,8 @@ def compare(
     how: dict[str, Any] = {"paper": paper, "rehearse": rehearse, "start": start, "sweep": sweep}
     chosen = choose(recipe, named, seeds, changes or {}, **how)
     sources, entries = (None if folder is None else Path(folder) for folder in (data, ledger))
-
-    def run(comparison: Comparison) -> list[dict[str, Any]]:
-        return with_progress(comparison, jobs) if progress is None else comparison.run(progress, jobs=jobs)
-
-    return run_comparison(chosen, Path(out), data=sources, match_compute=match_compute, ledger=entries, run=run)
+    how = {"match_compute": match_compute, "jobs": jobs, "progress": progress}
+    return run_comparison(chosen, Path(out), data=sources, ledger=entries, **how)
 
 
 def with_progress(comparison: Comparison, jobs: int) -> list[dict[str, Any]]:
@@ -161,9 +159,10 @@ def run_comparison(
     match_compute: bool,
     ledger: Path | None = None,
     command: str | None = None,
-    run: Callable[[Comparison], list[dict[str, Any]]],
+    jobs: int = 1,
+    progress: Callable[[Cell, int], None] | None = None,
 ) -> Results:
-    """Train the cells with `run`, write results, report and the ledger's files, and return the results.
+    """Train the cells, write results, report and the ledger's files, and return the results.
 
     The experiment of a paper gets no baseline with more experts, because it has the paper's rows, and neither does a
     comparison that starts from cells, because there is no cell to start it from.
@@ -177,12 +176,8 @@ def run_comparison(
         raise ValueError(f"the ledger {ledger} is not a folder.")
 
     def finish(comparison: Comparison) -> Results:
-        cells = run(comparison)
-
-        def page(results: Results) -> Path:
-            return write_report(results, folder / PAGE, force=True)
-
-        finished = comparison.finish(cells, page, command=command)
+        cells = with_progress(comparison, jobs) if progress is None else comparison.run(progress, jobs=jobs)
+        finished = comparison.finish(cells, partial(write_report, path=folder / PAGE, force=True), command=command)
         if ledger is not None:
             enter_cells(ledger, comparison, cells)
         return finished
@@ -190,7 +185,6 @@ def run_comparison(
     recipe, routers, seeds, paper, settings = chosen
     comparison = Comparison(recipe, routers, seeds, folder, data=data, settings=settings, paper=paper)
     results = finish(comparison)
-    equal_compute: list[Comparison] = []
     matched_too = match_compute and paper is None and not comparison.starts_from_cells
     for setting in comparison.settings if matched_too else []:
         rows = [row for row in results.rows if row.settings == setting.values]
@@ -198,9 +192,7 @@ def run_comparison(
             continue
         if matched := matched_baseline(rows, routers, expert_count(comparison.task_of(setting))):
             how: dict[str, Any] = {"settings": [setting] if setting.values else [], "report_size": False}  # reported above
-            equal_compute.append(Comparison(recipe, matched, seeds, folder, data=data, **how))
-    for matching in equal_compute:
-        results = finish(matching)
+            results = finish(Comparison(recipe, matched, seeds, folder, data=data, **how))
     return results
 
 

@@ -190,12 +190,11 @@ def take_over(folder: Path) -> None:
 
 def _read_note(folder: Path) -> Owner | None:
     try:
-        note: Owner = from_mapping(Owner, read_json(folder / NOTE))
+        return from_mapping(Owner, read_json(folder / NOTE))
     except FileNotFoundError:
         return None
     except ValueError as problem:
         raise ValueError(f"{folder / NOTE} is damaged ({problem}); remove it, or choose another folder.") from None
-    return note
 
 
 def _in_use(folder: Path, owner: Owner) -> ValueError:

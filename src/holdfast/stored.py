@@ -31,8 +31,7 @@ class StoredRecord:
 
     def as_stored(self) -> Self:
         """Return the record as `load` would return it after `save`: with None in place of NaN and infinity."""
-        record: Self = from_mapping(type(self), without_nan(self))
-        return record
+        return from_mapping(type(self), without_nan(self))
 
     def save(self, path: str | Path) -> Path:
         """Write the record to a file, atomically."""
@@ -53,10 +52,9 @@ class StoredRecord:
         if schema != SCHEMA:
             raise ValueError(f"{path} is not {cls.kind} of schema {SCHEMA} (it has {schema!r}); {cls.remedy}.")
         try:
-            record: Self = from_mapping(cls, stored)
+            return from_mapping(cls, stored)
         except ValueError as problem:
             raise ValueError(f"{path} is damaged or of another version: {str(problem).rstrip('.')}; {cls.remedy}.") from None
-        return record
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -71,8 +69,7 @@ class ShownRecord(StoredRecord):
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        shown: str = late(self.page)(self).brief_html()
-        return shown
+        return str(late(self.page)(self).brief_html())
 
     def frame(self) -> Any:
         """Return every number of the report's page as a pandas frame, in the schema of docs/exporting.md."""

@@ -6,11 +6,12 @@ import pytest
 import torch
 from certificates.certified_routers import generator, linear_score
 from certificates.probing import directions, probe, sets_of
+from certificates.rounding import rounding_errors
 from outside_score import Distance
 from torch import Tensor
 
 from holdfast.attacks import attack_routes
-from holdfast.certificates import NORMS, NoCertificate, Norm, certify, rounding_errors
+from holdfast.certificates import NORMS, NoCertificate, Norm, certify
 from holdfast.kernels.select import top
 from holdfast.routing import (
     Context,

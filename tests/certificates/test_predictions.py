@@ -53,7 +53,6 @@ def test_certificates_are_those_of_a_direct_implementation_of_the_paper(device: 
     assert found.classes.tolist() == [top for top, _ in expected]
     assert found.radius.tolist() == pytest.approx([radius for _, radius in expected], rel=1e-6)
     assert 0 < found.abstained.sum() < len(inputs) and len(set(found.classes.tolist())) > 1
-    assert found.confidence == 0.99
 
 
 def test_certified_accuracy_counts_right_classes_with_a_larger_radius() -> None:
@@ -62,7 +61,7 @@ def test_certified_accuracy_counts_right_classes_with_a_larger_radius() -> None:
     labels = torch.tensor([1, 1, 1, 1])
     assert found.abstained.tolist() == [False, False, False, True]
     assert found.accuracy(labels) == 0.5 and found.accuracy(labels, 0.6) == 0.25 and found.accuracy(labels, 9.0) == 0
-    assert found.summary()["hits"][0] == 500 and found.summary()["sigma"] == 0.5
+    assert found.hits[0] == 500 and found.smoothing.sigma == 0.5
 
 
 def test_a_result_depends_on_the_seed_and_the_number_of_the_input_only() -> None:

@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from certificates.certified_routers import build, generator, sigmoid_gate
 from certificates.probing import native, sets_of
+from certificates.rounding import rounding_errors
 from torch import Tensor
 
-from holdfast.certificates import Gate, certify, rounding_errors, undecided
+from holdfast.certificates import Gate, certify, undecided
 from holdfast.certificates.arithmetic import likely_gamma
 from holdfast.routing import Clustered, Context
 from holdfast.routing.bounds import gamma, unit

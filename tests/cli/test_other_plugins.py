@@ -299,7 +299,7 @@ def test_an_attack_beyond_its_budget_is_refused() -> None:
             search.try_inputs(search.projected(search.clean + 2 * budget))
             search.try_inputs(search.projected(search.clean - 2 * budget))
 
-        return Threat(2 * budget).run(attack, model, pixels, labels, name="greedy", check=False)
+        return Threat(2 * budget, check=False).run(attack, model, pixels, labels, name="greedy")
 
     holdfast.register_attack("greedy", task="images", about="")(greedy)
     with pytest.raises(ValueError, match=r"changed an image by 0\.2 \(linf\); its budget is 0\.1"):

@@ -13,7 +13,7 @@ from report.stored import LAYERS, PIECES, parse, stored, stored_images
 
 from holdfast.report import explorer, render, render_audit
 from holdfast.report.explorer import audit_explorer, comparison_explorer
-from holdfast.report.page_shell import COLOURS, luminance, text_colour_on
+from holdfast.report.page_shell import COLOURS, luminance, with_text_colour
 
 EVIL = [
     "<script>alert(1)</script>",
@@ -121,7 +121,7 @@ def test_pieces_travel_as_data_and_nothing_of_them_is_markup() -> None:
 
 @pytest.mark.parametrize("colour", COLOURS)
 def test_numbers_can_be_read_on_the_colour_of_their_expert(colour: str) -> None:
-    dark, light = sorted((luminance(colour), luminance(text_colour_on(colour))))
+    dark, light = sorted((luminance(colour), luminance(with_text_colour(colour)["ink"])))
     assert (light + 0.05) / (dark + 0.05) > 4.5
 
 

@@ -71,7 +71,7 @@ def test_several_runs_have_a_section_with_a_strip_each_and_audits_a_table(
 def test_the_numbers_of_several_runs_are_exported(folders: list[str], tmp_path: Path, command: Command) -> None:
     command.printed("report", *folders, "--csv", "--latex", "--out", tmp_path / "all.html")
     text = (tmp_path / "all.csv").read_text(encoding="utf-8")
-    assert '"text: a small model, on python-docs",2,smooth,"Clean perplexity, difference",-3.12,-4.62,-1.62,' in text
+    assert '"text: a small model, on python-docs",2,smooth,"Clean perplexity, difference",-3.125,-4.625,-1.625,' in text
     assert 'Audits side by side,1,audit,"predictions that change, at most",3.1,,,3.10% (noise.0.01)' in text
     assert "tabular" in (tmp_path / "all.tex").read_text() and not (tmp_path / "all.html").exists()
 

@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from certificates.rounding import rounding_errors
 from torch import Tensor
 from wording import assert_refused
 
 import holdfast
 from holdfast import Context, create_router
-from holdfast.certificates import certify, rounding_errors
+from holdfast.certificates import certify
 from holdfast.geometry.flats import affine_keys, affine_order
 from holdfast.routing import (
     GaussianNoise,

@@ -38,7 +38,7 @@ CURVES: dict[str, Any] = {
 def folder(digits: MakeRecipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("curves") / "run"
     routers = parse_routers("smoe,symphony")
-    run_comparison(Chosen(digits(CURVES), routers, 2), path, data=None, match_compute=False, run=Comparison.run)
+    run_comparison(Chosen(digits(CURVES), routers, 2), path, data=None, match_compute=False)
     return path
 
 

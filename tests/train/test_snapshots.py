@@ -178,7 +178,8 @@ def test_a_limit_of_tokens_shows_what_it_drops(tiny: MakeRecipe, tmp_path: Path)
     model = build_model(task, "capacity", {"factor": 0.5}, seed=0)
     take_snapshot(model, task.probe(), 2, 1, tmp_path)
     (state, _) = (layer["states"][0] for layer in evolution(tmp_path, [1], ["first", "second"], learned=False)["layers"])
-    assert 0.5 <= from_mapping(LayerState, state, skip_unknown=True).dropped.share < 1
+    dropped = from_mapping(LayerState, state, skip_unknown=True).dropped
+    assert dropped is not None and 0.5 <= dropped.share < 1
 
 
 def cosine_of_pairs(model: Any, batch: Any) -> list[float]:

@@ -19,18 +19,17 @@ al. 2019 attack smoothed classifiers). Inputs have no bounds: a certificate of t
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Protocol, Unpack
 
 import torch
 from torch import Tensor
 
 from holdfast.attacks.flags import Flag, black_box_flag, late_flag, randomised_flag, warn
-from holdfast.attacks.inputs import AttackedInputs, InputSearch, Loss, Threat, losses
-from holdfast.attacks.pixels import PAPER_STEPS, climb, random_inputs
+from holdfast.attacks.inputs import AttackedInputs, InputSearch, Threat, ThreatOptions, losses
+from holdfast.attacks.pixels import PAPER_STEPS, checked_step, climb, random_inputs
 from holdfast.attacks.route_search import TINY, Layer, LeaveSet
-from holdfast.attacks.threat import Bounds, check_budget, check_count, check_seed, derived_seed, direction, gradient, project
+from holdfast.attacks.threat import check_budget, check_count, check_seed, direction, generators, gradient, project
 from holdfast.routing import Routing
-from holdfast.routing.bounds import Norm
 
 
 class RoutedModel(Protocol):
@@ -49,18 +48,13 @@ def adaptive(
     labels: Tensor,
     *,
     budget: float,
-    norm: Norm = "linf",
     steps: int = PAPER_STEPS,
     step: float | None = None,
     restarts: int = 1,
     strength: float = 5.0,
     tries: int = 4,
     seed: int = 0,
-    loss: Loss = "cross_entropy",
-    bounds: Bounds = (0.0, 1.0),
-    top: int = 1,
-    batch: int | None = None,
-    check: bool = True,
+    **options: Unpack[ThreatOptions],
 ) -> AttackedInputs:
     """Follow the loss and the routes together, and from the same random starts the loss alone; keep the worst input.
 
@@ -73,19 +67,15 @@ def adaptive(
         raise ValueError(
             "the adaptive attack follows routes: the model needs a method routed(inputs) -> (logits, routings)."
         )
-    threat = Threat(budget, norm, bounds, loss, top)
-    check_seed(seed)
-    for name, count, least in (("steps", steps, 1), ("restarts", restarts, 1), ("tries", tries, 0)):
-        check_count(count, name, least)
-    step = 2.5 * budget / steps if step is None else step
-    check_budget(step)
+    threat = Threat(budget, **options)
+    step = checked_step(budget, step, seed, steps=steps, restarts=restarts, tries=tries)
     early = steps - steps // 4  # how many steps come before the last quarter
     flags, flips = dict[str, Flag](), list[Tensor]()
     white, late, black = list[Tensor](), list[Tensor](), list[Tensor]()
 
     def attack(search: InputSearch, first: int) -> None:
         clean = _layers(model, search.clean)
-        if check and first == 0:
+        if threat.check and first == 0:
             once, again = (torch.cat([layer.keys.flatten() for layer in _layers(model, search.clean)]) for _ in range(2))
             flags.update({flag.kind: flag for flag in randomised_flag(once, again)})
 
@@ -93,7 +83,7 @@ def adaptive(
             perturbed = perturbed.detach().requires_grad_()
             with torch.enable_grad():
                 logits, routings = model.routed(perturbed)
-                value = losses(logits, search.labels, loss).sum()
+                value = losses(logits, search.labels, threat.loss).sum()
                 for was, routing in zip(clean, routings, strict=True):
                     margins = GOAL.margin(layer_of(routing), was).clamp(max=0)
                     value = value + strength * margins.view(len(logits), -1).mean(1).sum() / len(clean)
@@ -117,9 +107,9 @@ def adaptive(
         flips.extend(GOAL.reached(after, was).double().mean() for after, was in zip(now, clean, strict=True))
 
     record = {"steps": steps, "restarts": restarts, "seed": seed}
-    options = {"step": step, "strength": strength, "tries": tries}
-    found = threat.run(attack, model, inputs, labels, name="adaptive", batch=batch, check=check, options=options, **record)
-    if white and check:
+    settings = {"step": step, "strength": strength, "tries": tries}
+    found = threat.run(attack, model, inputs, labels, name="adaptive", options=settings, **record)
+    if white and threat.check:
         ends = torch.cat(white)
         more = *black_box_flag(ends, torch.cat(black), "random noise"), *late_flag(torch.cat(late), ends, steps)
         flags.update({flag.kind: flag for flag in more})
@@ -174,7 +164,7 @@ def attack_smoothed(
     radius = radius.to(inputs.device)
     wide = [1] * (inputs.dim() - 1)
     numbers = classes.to(inputs.device).repeat_interleave(draws)
-    sources = [torch.Generator().manual_seed(derived_seed(seed, "smoothed", first + row)) for row in range(len(inputs))]
+    sources = generators(seed, len(inputs), "smoothed", first=first)
     found = inputs.float()
     for _ in range(steps):
         noise = torch.stack([torch.randn(draws, *inputs.shape[1:], generator=source) for source in sources])

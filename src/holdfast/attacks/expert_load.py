@@ -16,21 +16,20 @@ T tokens, E experts, C perturbations of each token
 """
 
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from holdfast.attacks.flags import AttackResult, AttackWarning, Flag, warn
+from holdfast.attacks.flags import AttackWarning, Flag, warn
 from holdfast.attacks.route_search import JoinExperts, Route, RouteProbe
-from holdfast.attacks.routes import AttackedRoutes, attack_routes
-from holdfast.attacks.threat import Json, distances, gradient
+from holdfast.attacks.routes import AttackedRoutes, AttackedTokens, attack_routes
+from holdfast.attacks.threat import distances, gradient
 from holdfast.errors import require_known
 from holdfast.routing import Context, Router
-from holdfast.routing.bounds import Norm
 
 ROUNDS = 20  # of choices between perturbations; they end when no token changes
 
@@ -51,26 +50,13 @@ OBJECTIVES = {
 }
 
 
-@dataclass(frozen=True)
-class AttackedLoad(AttackResult):
-    """Tokens perturbed so that experts are overloaded. Leading dimensions (...) are those of the tokens, (B,N) or (T,)."""
+@dataclass(frozen=True, kw_only=True)
+class AttackedLoad(AttackedTokens):
+    """Tokens perturbed so that experts are overloaded."""
 
-    stored: ClassVar[tuple[str, ...]] = (
-        "attack",
-        "expert",
-        "clean_value",
-        "value",
-        "clean_load",
-        "load",
-        "targeted",
-        "clean_dropped",
-        "dropped",
-        "budget",
-        "norm",
-    )
-    stored += ("relative", "joint", "realised", "steps", "seed", "tokens", "options", "flags")
+    stored = (*AttackedTokens.stored, "attack", "expert", "clean_value", "value", "clean_load", "load", "targeted")
+    stored += ("clean_dropped", "dropped", "tokens", "flags")
     attack: str  # a name of `OBJECTIVES`
-    inputs: Tensor  # (..., d): each within its ball; padding unchanged
     clean_load: list[float]  # the share of real tokens that ask for each expert, without the attack
     load: list[float]  # the same, after the attack
     targeted: list[float]  # the same for each expert, after the attack that pushes tokens to it alone
@@ -79,15 +65,6 @@ class AttackedLoad(AttackResult):
     clean_dropped: float  # the share of what real tokens ask for that a limit of capacity takes away
     dropped: float
     tokens: int  # real ones
-    budget: float | None  # as passed; None if each token had its own
-    realised: float  # the size of the largest perturbation in `inputs`
-    norm: Norm
-    relative: bool
-    joint: bool
-    steps: int
-    seed: int
-    options: Mapping[str, Json] = field(default_factory=dict)
-    flags: tuple[Flag, ...] = ()
 
     @property
     def expert(self) -> int:
@@ -149,13 +126,8 @@ def attack_load(
         clean_dropped=_dropped(probe, clean, real),
         dropped=_dropped(probe, best, real),
         tokens=int(real.sum()),
-        budget=one.budget,
         realised=float(distances(best, clean, one.norm).max()),
-        norm=one.norm,
-        relative=one.relative,
-        joint=one.joint,
-        steps=one.steps,
-        seed=one.seed,
+        **{name: getattr(one, name) for name in ("budget", "norm", "relative", "joint", "steps", "seed")},
         options={**one.options, "experts": None},
         flags=warn(*flags.values()),
     )

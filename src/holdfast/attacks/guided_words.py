@@ -11,18 +11,18 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache, partial
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
 from holdfast.attacks.text import (
-    STOP_WORDS,
     TYPOS,
     AttackedText,
     Span,
     Spans,
     Typo,
+    WordOptions,
     Words,
     attacked_texts,
     replaced,
@@ -55,6 +55,16 @@ Similarity = Callable[[str, Sequence[str]], Tensor]  # (text, versions of it) ->
 Candidates = Callable[[str, Random], Sequence[str]]  # replacements of a word, the best first
 
 
+class Guide(NamedTuple):
+    """What an attack tries, where, and how it judges that."""
+
+    candidates: Candidates
+    score: Score
+    passages: Sequence[Sequence[Span]] | None  # of each document; None: every document is one
+    similarity: Similarity | None = None
+    least: float = 0.0  # similarity
+
+
 def synonyms(
     texts: str | Sequence[str],
     *,
@@ -65,11 +75,9 @@ def synonyms(
     least_similarity: float = LEAST_SIMILARITY,
     candidates: int = CANDIDATES,
     seed: int = 0,
-    stop_words: Collection[str] = STOP_WORDS,
-    special: Collection[str] = (),
-    keys: Sequence[str] | None = None,
     pieces: Sequence[Spans] | None = None,
     passages: Sequence[Sequence[Span]] | None = None,
+    **how: Unpack[WordOptions],
 ) -> AttackedText:
     """Replace words by `neighbours` of theirs where that raises the loss most; all other characters are untouched.
 
@@ -91,9 +99,8 @@ def synonyms(
     options: dict[str, Json] = {"candidates": candidates}
     if similarity is not None:
         options["least_similarity"] = least_similarity
-    guide = partial(_greedy, score=score, similarity=similarity, least=least_similarity)
-    how: dict[str, Any] = {"stop_words": stop_words, "special": special, "keys": keys, "pieces": pieces}
-    return _guided(texts, "synonyms", replacements, guide, passages, rate=rate, seed=seed, options=options, **how)
+    guide = Guide(replacements, score, passages, similarity, least_similarity)
+    return _guided(texts, "synonyms", guide, rate=rate, seed=seed, options=options, pieces=pieces, **how)
 
 
 def guided_typos(
@@ -105,10 +112,8 @@ def guided_typos(
     typos: Sequence[Typo] = TYPOS,
     inner: bool = True,
     seed: int = 0,
-    stop_words: Collection[str] = STOP_WORDS,
-    special: Collection[str] = (),
-    keys: Sequence[str] | None = None,
     passages: Sequence[Sequence[Span]] | None = None,
+    **how: Unpack[WordOptions],
 ) -> AttackedText:
     """Put one typo of `misspell` into words where it raises the loss most: `candidates` of a word's typos are tried.
 
@@ -123,53 +128,34 @@ def guided_typos(
         return random.sample(possible, min(candidates, len(possible)))
 
     options: dict[str, Json] = {"candidates": candidates, "typos": list(typos), "inner": inner}
-    how: dict[str, Any] = {"stop_words": stop_words, "special": special, "keys": keys, "pieces": None}
-    guide = partial(_greedy, score=score)
-    return _guided(texts, "guided typos", replacements, guide, passages, rate=rate, seed=seed, options=options, **how)
+    guide = Guide(replacements, score, passages)
+    return _guided(texts, "guided typos", guide, rate=rate, seed=seed, options=options, **how)
 
 
-def _guided(
-    texts: str | Sequence[str],
-    attack: str,
-    candidates: Candidates,
-    guide: Callable[..., dict[Span, str]],
-    passages: Sequence[Sequence[Span]] | None,
-    *,
-    rate: float,
-    seed: int,
-    **how: Any,
-) -> AttackedText:
-    """Return the texts with words replaced by the `candidates` that `guide` prefers (`_greedy`)."""
+def _guided(texts: str | Sequence[str], attack: str, guide: Guide, *, rate: float, seed: int, **how: Any) -> AttackedText:
+    """Return the texts with words replaced by the candidates that are chosen greedily."""
 
     def choose(number: int, text: str, key: str, words: Words, may: Collection[Span]) -> dict[Span, str]:
         replacements = dict[Span, str]()
-        for start, end in [(0, len(text))] if passages is None else passages[number]:
+        for start, end in [(0, len(text))] if guide.passages is None else guide.passages[number]:
             random = Random(derived_seed(seed, attack, key, start))
             possible = {
                 (first - start, last - start): some
                 for word, (first, last) in words
                 if start <= first and last <= end and (first, last) in may
-                if (some := [new for new in candidates(word, random) if new != word])
+                if (some := [new for new in guide.candidates(word, random) if new != word])
             }
             most = math.floor(rate * len(possible) + random.random())
-            chosen = guide(text[start:end], number, possible, most)
+            chosen = _greedy(guide, text[start:end], number, possible, most)
             replacements |= {(first + start, last + start): new for (first, last), new in chosen.items()}
         return replacements
 
     return attacked_texts(texts, attack, choose, rate=rate, seed=seed, **how)
 
 
-def _greedy(
-    text: str,
-    document: int,
-    may: Mapping[Span, Sequence[str]],
-    most: int,
-    score: Score,
-    similarity: Similarity | None = None,
-    least: float = 0.0,
-) -> dict[Span, str]:
+def _greedy(guide: Guide, text: str, document: int, may: Mapping[Span, Sequence[str]], most: int) -> dict[Span, str]:
     """Return at most `most` replacements, chosen word by word, from the most important word on."""
-    chosen = dict[Span, str]()
+    chosen, score, similarity = dict[Span, str](), guide.score, guide.similarity
     if not most or bool(score(document, [Version(text, ())]).succeeded[0]):
         return chosen
     for span in _by_importance(text, document, list(may), score):
@@ -181,7 +167,7 @@ def _greedy(
         usable, order = torch.ones_like(succeeded), -torch.arange(len(tried), device=loss.device).double()
         if similarity is not None:
             order = similarity(text, [replaced(text, one)[0] for one in tried]).to(loss.device).double()
-            usable = order >= least
+            usable = order >= guide.least
         usable[0] = False
         wins = succeeded & usable
         if wins.any():
@@ -222,23 +208,19 @@ def nearest_words(words: Sequence[str], vectors: Tensor, count: int = CANDIDATES
         order = (unit @ unit[place]).topk(min(count + CASES, len(words))).indices.tolist()
         return [words[other] for other in order if words[other].lower() != words[place].lower()][:count]
 
-    def neighbours(word: str) -> Sequence[str]:
-        return nearest(places[word]) if word in places else _as_small(word, lambda small: nearest(places[small]), places)
-
-    return neighbours
+    return partial(_of_any_case, lambda word: nearest(places[word]), places)
 
 
 def listed_words(table: Mapping[str, Sequence[str]]) -> Callable[[str], Sequence[str]]:
     """Return a function from a word to its words in a table; the capitals are as in `nearest_words`."""
 
-    def neighbours(word: str) -> Sequence[str]:
-        return table[word] if word in table else _as_small(word, table.__getitem__, table)
-
-    return neighbours
+    return partial(_of_any_case, table.__getitem__, table)
 
 
-def _as_small(word: str, find: Callable[[str], Sequence[str]], known: Collection[str]) -> list[str]:
-    """Return the neighbours of a word's small letters, with the capitals of the word."""
+def _of_any_case(find: Callable[[str], Sequence[str]], known: Collection[str], word: str) -> Sequence[str]:
+    """Return the neighbours of a word, or of its small letters with the capitals of the word."""
+    if word in known:
+        return find(word)
     if word.lower() not in known:
         return []
     capitals = str.upper if word.isupper() and len(word) > 1 else str.capitalize if word[:1].isupper() else str

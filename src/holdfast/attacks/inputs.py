@@ -9,7 +9,7 @@ B inputs in a batch
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, TypedDict, get_args
 
 import torch
 import torch.nn.functional as F
@@ -249,6 +249,17 @@ def ranks_of(logits: Tensor, labels: Tensor) -> Tensor:
     return above.sum(1)
 
 
+class ThreatOptions(TypedDict, total=False):
+    """The fields of `Threat` beside its budget, as keywords of an attack."""
+
+    norm: Norm
+    bounds: Bounds
+    loss: Loss
+    top: int
+    batch: int | None
+    check: bool
+
+
 @dataclass(frozen=True)
 class Threat:
     """The attacker's budget, norm, bounds and loss, checked; and the loop over batches that all these attacks share."""
@@ -258,12 +269,16 @@ class Threat:
     bounds: Bounds = (0.0, 1.0)
     loss: Loss = "cross_entropy"
     top: int = 1  # an input is attacked until the right class is not among the `top` largest logits; success means top 1
+    batch: int | None = None  # inputs that the model gets at once; None: all
+    check: bool = True  # whether the model is checked for reasons not to trust the result
 
     def __post_init__(self) -> None:
         check_budget(self.budget)
         check_norm(self.norm)
         check_count(self.top, "top")
         require_known("loss", self.loss, LOSSES)
+        if self.batch is not None:
+            check_count(self.batch, "batch")
 
     def run(
         self,
@@ -273,8 +288,6 @@ class Threat:
         labels: Tensor,
         *,
         name: str,
-        batch: int | None = None,
-        check: bool = True,
         options: Mapping[str, Json] | None = None,
         **record: Any,
     ) -> AttackedInputs:
@@ -287,10 +300,8 @@ class Threat:
             got = f"{labels.dtype} of shape {tuple(labels.shape)}"
             raise ValueError(f"labels are {got}; expected one class number for each of the {inputs.shape[0]} inputs.")
         labels = labels.long()
-        if batch is not None:
-            check_count(batch, "batch")
-        flags = warn(*check_model(model, inputs, labels)) if check else ()
-        size = batch or max(inputs.shape[0], 1)
+        flags = warn(*check_model(model, inputs, labels)) if self.check else ()
+        size = self.batch or max(inputs.shape[0], 1)
         searches = []
         for first in range(0, inputs.shape[0], size):
             search = InputSearch(self, model, inputs[first : first + size], labels[first : first + size])

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from holdfast.attacks.threat import (
-    check_budget,
+    budgets_of,
     check_count,
     check_seed,
-    derived_seed,
     direction,
     distances,
+    generators,
     gradient,
     project,
 )
@@ -65,14 +65,7 @@ def attack_outputs(
         check_count(count, name, least=least)
     if tokens.dim() != 2 or not tokens.is_floating_point() or not tokens.isfinite().all():
         raise ValueError(f"tokens are {tokens.dtype} of shape {tuple(tokens.shape)}; expected finite rows, (T, d).")
-    if isinstance(budget, Tensor):
-        if budget.shape != tokens.shape[:1] or not (budget >= 0).all() or not budget.isfinite().all():
-            raise ValueError(f"budget has shape {tuple(budget.shape)}; expected a finite number >= 0 for each token.")
-        budgets = budget.double()
-    else:
-        check_budget(budget)
-        budgets = torch.full(tokens.shape[:1], budget, dtype=torch.float64, device=tokens.device)
-    clean = tokens.detach()
+    budgets, clean = budgets_of(tokens, budget), tokens.detach()
     with torch.no_grad():
         before = layer(clean)[0].detach().double()
     best, worst = clean, torch.zeros_like(budgets)
@@ -82,7 +75,7 @@ def attack_outputs(
         more = change > worst
         best, worst = rows.where(more.unsqueeze(1), best), change.where(more, worst)
 
-    noise = (torch.randn(clean.shape, generator=_generator(seed, number)).to(clean) for number in range(starts))
+    noise = (torch.randn(clean.shape, generator=each).to(clean) for each in generators(seed, starts, "outputs"))
     begun = [_moved(clean, direction(each, "l2"), budgets, budgets) for each in noise]
     for rows in [*begun, *_past_planes(layer, clean, budgets, planes)]:
         for number in range(steps + 1):
@@ -96,10 +89,6 @@ def attack_outputs(
                 rows = _moved(clean, direction(gradient(squared.sum(), rows), "l2"), pace, budgets, rows.detach())
     assert bool((distances(best, clean, "l2") <= budgets).all())
     return AttackedOutputs(best, worst, budgets)
-
-
-def _generator(seed: int, number: int) -> torch.Generator:
-    return torch.Generator().manual_seed(derived_seed(seed, "outputs", number))
 
 
 def _moved(clean: Tensor, step: Tensor, pace: Tensor, budgets: Tensor, start: Tensor | None = None) -> Tensor:

@@ -19,15 +19,15 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from holdfast.attacks.flags import Flag, Model, input_gradients, warn
-from holdfast.attacks.inputs import AttackedInputs, InputSearch, Loss, Threat, losses
+from holdfast.attacks.inputs import AttackedInputs, InputSearch, Threat, ThreatOptions, losses
 from holdfast.attacks.route_search import SOFTNESS
 from holdfast.attacks.threat import (
-    Bounds,
     check_budget,
     check_count,
     check_seed,
@@ -43,35 +43,24 @@ PAPER_BUDGET = 1 / 255  # of the papers' PGD and FGSM rows: l_inf, pixels in [0,
 PAPER_STEPS = 20
 
 
-def fgsm(
-    model: Model,
-    inputs: Tensor,
-    labels: Tensor,
-    *,
-    budget: float,
-    norm: Norm = "linf",
-    loss: Loss = "cross_entropy",
-    bounds: Bounds = (0.0, 1.0),
-    top: int = 1,
-    batch: int | None = None,
-    check: bool = True,
-) -> AttackedInputs:
+def fgsm(model: Model, inputs: Tensor, labels: Tensor, *, budget: float, **options: Unpack[ThreatOptions]) -> AttackedInputs:
     """Take one step of the whole budget along the sign of the gradient; for l2, along the gradient itself.
 
     model       maps inputs (B, ...) to logits (B, classes); normalisation belongs inside it
-    loss        "cross_entropy", or "margin" (the largest wrong logit minus the right one)
-    bounds      smallest and largest allowed value of an input; None for embeddings
+    norm        "linf" by default, or "l2"
+    loss        "cross_entropy" by default, or "margin" (the largest wrong logit minus the right one)
+    bounds      smallest and largest allowed value of an input, 0 and 1 by default; None for embeddings
     top         attack until the right class is not among the `top` largest logits: 5 for the top-5 error; see `beyond`
     batch       how many inputs the model gets at once; all by default
-    check       check the model for reasons not to trust the result, and put them into `flags`
+    check       check the model for reasons not to trust the result, and put them into `flags`; True by default
     """
+    threat = Threat(budget, **options)
 
     def attack(search: InputSearch, first: int) -> None:
         gradient = search.gradient_at(search.clean)
-        search.try_inputs(search.projected(search.clean + budget * direction(gradient, norm)))
+        search.try_inputs(search.projected(search.clean + budget * direction(gradient, threat.norm)))
 
-    threat = Threat(budget, norm, bounds, loss, top)
-    return threat.run(attack, model, inputs, labels, name="FGSM", batch=batch, check=check)
+    return threat.run(attack, model, inputs, labels, name="FGSM")
 
 
 def pgd(
@@ -80,17 +69,12 @@ def pgd(
     labels: Tensor,
     *,
     budget: float,
-    norm: Norm = "linf",
     steps: int = PAPER_STEPS,
     step: float | None = None,
     restarts: int = 1,
     random_start: bool = True,
     seed: int = 0,
-    loss: Loss = "cross_entropy",
-    bounds: Bounds = (0.0, 1.0),
-    top: int = 1,
-    batch: int | None = None,
-    check: bool = True,
+    **options: Unpack[ThreatOptions],
 ) -> AttackedInputs:
     """Take many small steps along the sign of the gradient (for l2, the unit gradient), each followed by a projection.
 
@@ -102,12 +86,8 @@ def pgd(
     random_start    False starts at the clean input
     Other options as for `fgsm`.
     """
-    threat = Threat(budget, norm, bounds, loss, top)
-    check_seed(seed)
-    check_count(steps, "steps")
-    check_count(restarts, "restarts")
-    step = 2.5 * budget / steps if step is None else step
-    check_budget(step)
+    threat = Threat(budget, **options)
+    step = checked_step(budget, step, seed, steps=steps, restarts=restarts)
 
     def attack(search: InputSearch, first: int) -> None:
         for restart in range(restarts):
@@ -115,8 +95,19 @@ def pgd(
             climb(search, start, search.gradient_at, steps, step)
 
     record = {"steps": steps, "restarts": restarts, "seed": seed if random_start else None}
-    options = {"step": step, "random_start": random_start}
-    return threat.run(attack, model, inputs, labels, name="PGD", batch=batch, check=check, options=options, **record)
+    more = {"step": step, "random_start": random_start}
+    return threat.run(attack, model, inputs, labels, name="PGD", options=more, **record)
+
+
+def checked_step(budget: float, step: float | None, seed: int, *, steps: int, tries: int = 0, **counts: int) -> float:
+    """Return the length of a step, by default 2.5 budget / steps; raise ValueError if one of these numbers is wrong."""
+    check_seed(seed)
+    check_count(tries, "tries", least=0)
+    for name, count in {"steps": steps, **counts}.items():
+        check_count(count, name)
+    step = 2.5 * budget / steps if step is None else step
+    check_budget(step)
+    return step
 
 
 def random_inputs(search: InputSearch, seed: int, name: str, restart: int, first: int) -> Tensor:
@@ -167,34 +158,27 @@ def spsa(
     labels: Tensor,
     *,
     budget: float,
-    norm: Norm = "linf",
     steps: int = 20,
     samples: int = 64,
     delta: float = 0.01,
     step: float | None = None,
     seed: int = 0,
-    loss: Loss = "margin",
-    bounds: Bounds = (0.0, 1.0),
-    top: int = 1,
-    batch: int | None = None,
-    check: bool = True,
+    **options: Unpack[ThreatOptions],
 ) -> AttackedInputs:
     """Attack with logits only, in at most steps (2 samples + 1) + 1 queries per example.
 
     samples     pairs of probes per step; more give a better direction
     delta       distance of a probe from the input; probes stay within the bounds, but may leave the ball
     step        by default 2.5 budget / steps
-    Other options as for `pgd`. An example that is misclassified (with `top`: by so many) is not queried again.
+    Other options as for `pgd`, but the loss is "margin" by default. An example that is misclassified (with `top`: by so
+    many) is not queried again.
     """
-    threat = Threat(budget, norm, bounds, loss, top)
-    check_seed(seed)
-    check_count(steps, "steps")
-    check_count(samples, "samples")
+    options.setdefault("loss", "margin")
+    threat = Threat(budget, **options)
+    step = checked_step(budget, step, seed, steps=steps, samples=samples)
     check_budget(delta)
     if delta == 0:
         raise ValueError("delta is 0; the probes must differ from the input.")
-    step = 2.5 * budget / steps if step is None else step
-    check_budget(step)
 
     def attack(search: InputSearch, first: int) -> None:
         perturbed = search.clean
@@ -213,8 +197,8 @@ def spsa(
             search.try_inputs(perturbed)
 
     record = {"steps": steps, "seed": seed, "black_box": True}
-    options = {"step": step, "samples": samples, "delta": delta, "queries": steps * (2 * samples + 1) + 1}
-    return threat.run(attack, model, inputs, labels, name="SPSA", batch=batch, check=check, options=options, **record)
+    more = {"step": step, "samples": samples, "delta": delta, "queries": steps * (2 * samples + 1) + 1}
+    return threat.run(attack, model, inputs, labels, name="SPSA", options=more, **record)
 
 
 @torch.no_grad()
@@ -256,37 +240,31 @@ def universal(
     labels: Tensor,
     *,
     budget: float,
-    norm: Norm = "linf",
     steps: int = PAPER_STEPS,
     step: float | None = None,
     restarts: int = 1,
     tries: int = 4,
     seed: int = 0,
-    bounds: Bounds = (0.0, 1.0),
-    top: int = 1,
-    batch: int | None = None,
-    check: bool = True,
+    **options: Unpack[ThreatOptions],
 ) -> AttackedInputs:
     """Find one perturbation for all inputs, from 0 and from random starts; keep the one with the most wrong answers.
 
     tries    random perturbations of the same kind, to see whether gradients mislead
-    Other options as for `pgd`. An input that the perturbation does not make worse is left unchanged in the result.
+    Other options as for `pgd`, without `loss`. An input that the perturbation does not make worse is left unchanged in the
+    result.
     """
-    threat = Threat(budget, norm, bounds, "margin", top)
-    check_seed(seed)
-    for name, count, least in (("steps", steps, 1), ("restarts", restarts, 1), ("tries", tries, 0)):
-        check_count(count, name, least)
-    step = 2.5 * budget / steps if step is None else step
-    check_budget(step)
+    threat = replace(Threat(budget, **options), loss="margin")
+    step = checked_step(budget, step, seed, steps=steps, restarts=restarts, tries=tries)
+    norm, batch = threat.norm, threat.batch or len(inputs)
     best, most = torch.zeros_like(inputs[:1]), -1
-    radius = torch.full((1,), budget, dtype=torch.float64, device=inputs.device)
+    nothing, radius = best, torch.full((1,), budget, dtype=torch.float64, device=inputs.device)
 
     def slope_at(delta: Tensor) -> Tensor:
         """Return the gradient in `delta`, and keep it if it has the most wrong answers so far."""
         nonlocal best, most
         slope, wrong = torch.zeros_like(delta), 0
-        for part, own in zip(inputs.split(batch or len(inputs)), labels.split(batch or len(inputs)), strict=True):
-            logits, gradients = input_gradients(model, clamp(part + delta, bounds), partial(_count, own))
+        for part, own in zip(inputs.split(batch), labels.split(batch), strict=True):
+            logits, gradients = input_gradients(model, clamp(part + delta, threat.bounds), partial(_count, own))
             slope, wrong = slope + gradients.sum(0, keepdim=True), wrong + int((logits.argmax(-1) != own).sum())
         if wrong > most:
             best, most = delta, wrong
@@ -294,20 +272,19 @@ def universal(
 
     def random_delta(name: str, number: int) -> Tensor:
         source = generators(seed, 1, name, first=number)
-        return project(budget * in_unit_ball(best, norm, source), torch.zeros_like(best), radius, norm)
+        return project(budget * in_unit_ball(best, norm, source), nothing, radius, norm)
 
     flags: list[Flag] = []
     if len(inputs):
         for restart in range(restarts):
-            delta = random_delta("universal", restart) if restart else torch.zeros_like(best)
+            delta = random_delta("universal", restart) if restart else nothing
             for _ in range(steps):
-                moved = delta + step * direction(slope_at(delta), norm)
-                delta = project(moved, torch.zeros_like(delta), radius, norm)
+                delta = project(delta + step * direction(slope_at(delta), norm), nothing, radius, norm)
             slope_at(delta)
         ours = most
         for number in range(tries):
             slope_at(random_delta("universal tries", number))
-        if check and most > ours:
+        if threat.check and most > ours:
             why = f"a random perturbation has {most} wrong answers, the one along gradients {ours} of {len(inputs)}"
             flags += warn(Flag("black box beats white box", f"{why}: the gradients are misleading, or it needs more steps."))
 
@@ -315,8 +292,7 @@ def universal(
         search.try_inputs(search.projected(search.clean + best))
 
     record = {"steps": steps, "restarts": restarts, "seed": seed}
-    options = {"step": step, "tries": tries}
-    result = threat.run(attack, model, inputs, labels, name="universal", batch=batch, check=check, options=options, **record)
+    result = threat.run(attack, model, inputs, labels, name="universal", options={"step": step, "tries": tries}, **record)
     return replace(result, shared=True, flags=(*result.flags, *flags))
 
 

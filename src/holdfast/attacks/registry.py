@@ -7,7 +7,7 @@ its budget. What it returns is checked: a text changes only where the result say
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, final
+from typing import Any, TypeVar, Unpack, final, get_args, get_origin
 
 from torch import Tensor
 
@@ -71,8 +71,11 @@ class Attack:
     def keywords(self) -> list[str]:
         """The known keywords that its function takes."""
         parameters = inspect.signature(self.run).parameters
-        takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
-        return [name for name in KEYWORDS[self.task] if name in parameters or (takes_all and name not in GUIDES)]
+        others = [one.annotation for one in parameters.values() if one.kind is inspect.Parameter.VAR_KEYWORD]
+        typed = [get_args(each)[0] for each in others if get_origin(each) is Unpack]
+        named = {*parameters, *(name for each in typed for name in each.__annotations__)}
+        takes_all = len(typed) < len(others)
+        return [name for name in KEYWORDS[self.task] if name in named or (takes_all and name not in GUIDES)]
 
     @property
     def reads_model(self) -> bool:

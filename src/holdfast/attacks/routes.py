@@ -16,7 +16,7 @@ perturbation that flips as many tokens as possible (as Moosavi-Dezfooli et al. 2
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -41,34 +41,41 @@ from holdfast.attacks.route_search import (
     Target,
     nearest_targets,
 )
-from holdfast.attacks.threat import Json, check_budget, check_count, check_seed, derived_seed, distances, gradient, row_norms
+from holdfast.attacks.threat import Json, budgets_of, check_count, check_seed, derived_seed, distances, gradient
 from holdfast.routing import Context, Router, Traits
 from holdfast.routing.bounds import Norm, check_norm
 
 
-@dataclass(frozen=True)
-class AttackedRoutes(AttackResult):
-    """Tokens perturbed so that they flip. Leading dimensions (...) are those of the tokens, (B,N) or (T,).
+@dataclass(frozen=True, kw_only=True)
+class AttackedTokens(AttackResult):
+    """Perturbed router inputs, and how they were found. Leading dimensions (...) are those of the tokens, (B,N) or (T,)."""
+
+    stored: ClassVar[tuple[str, ...]] = ("budget", "norm", "relative", "joint", "realised", "steps", "seed", "options")
+    inputs: Tensor  # (..., d): each within its ball; padding unchanged
+    budget: float | None  # as passed; None if each token had its own
+    realised: float  # the size of the largest perturbation in `inputs`
+    norm: Norm
+    relative: bool  # the budget was a multiple of each token's own norm
+    joint: bool  # tokens are perturbed together
+    steps: int
+    seed: int
+    options: Mapping[str, Json] = field(default_factory=dict)
+    flags: tuple[Flag, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttackedRoutes(AttackedTokens):
+    """Tokens perturbed so that they flip. Those that are perturbed `joint` have the distance of the one farthest away.
 
     If the attack was towards some experts, a token has flipped if it asks for all of them, also without the attack.
     """
 
-    stored = ("budget", "norm", "relative", "joint", "realised", "rate", "rates", "steps", "seed", "options", "flags")
-    inputs: Tensor  # (..., d): each within its ball; padding unchanged
+    stored = (*AttackedTokens.stored, "rate", "rates", "flags")
     flipped: Tensor  # (...) bool: this token flipped in at least one layer: its selected set changed
     flipped_by_layer: Tensor  # (L, ...) bool
     distances: Tensor  # (...) float64: the smallest perturbation found that flips the token; infinite if none was found
     budgets: Tensor  # (...) float64: the largest allowed perturbation of each token; 0 for padding
     real: Tensor  # (...) bool: tokens that are not padding; padding is not attacked and not counted
-    budget: float | None  # as passed; None if each token had its own
-    realised: float  # the size of the largest perturbation in `inputs`
-    norm: Norm
-    relative: bool  # the budget was a multiple of each token's own norm
-    joint: bool  # tokens are perturbed together, and a distance is the largest perturbation in the token's sequence
-    steps: int
-    seed: int
-    options: Mapping[str, Json] = field(default_factory=dict)
-    flags: tuple[Flag, ...] = ()
 
     @property
     def rate(self) -> float:
@@ -154,7 +161,7 @@ def attack_routes(
         got, expected = f"{mask.dtype} of shape {tuple(mask.shape)}", tuple(tokens.shape[:-1])
         raise ValueError(f"token_mask is {got}; expected bool of shape {expected}, True where the token is real.")
     real = (torch.ones(tokens.shape[:-1], dtype=torch.bool) if mask is None else mask).to(tokens.device)
-    budgets = _budgets(tokens, budget, norm, relative).where(real, 0.0)
+    budgets = budgets_of(tokens, budget, norm if relative else None).where(real, 0.0)
     if universal and real.any():
         budgets = budgets[real].min().expand(real.shape).where(real, 0.0)
     call = cast(Route, partial(route, context=context)) if isinstance(route, Router) else route
@@ -221,19 +228,3 @@ def _flags(route: object, search: RouteSearch, targets: list[Target], real: Tens
     known = real.flatten() & ~search.probe.clean[0].chosen.all(-1) & ~search.probe.reached(search.probe.clean)[0]
     random = randomised_flag(once[search.real], again[search.real])
     return (*train_mode_flag(route), *random, *zero_gradient_flag(gradient(value, rows), among=known, what="tokens"))
-
-
-def _budgets(tokens: Tensor, budget: float | Tensor, norm: Norm, relative: bool) -> Tensor:
-    """Return (...) float64: the largest allowed perturbation of each token."""
-    lead = tokens.shape[:-1]
-    if isinstance(budget, Tensor):
-        if budget.shape != lead or not (budget >= 0).all() or not budget.isfinite().all():
-            got, expected = tuple(budget.shape), tuple(lead)
-            raise ValueError(f"budget is a tensor of shape {got}; expected finite numbers >= 0 of shape {expected}.")
-        radius = budget.to(device=tokens.device, dtype=torch.float64)
-    else:
-        check_budget(budget)
-        radius = torch.full(lead, budget, dtype=torch.float64, device=tokens.device)
-    if relative:
-        radius = radius * row_norms(tokens.reshape(-1, tokens.shape[-1]), norm).view(lead)
-    return radius

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, TypedDict, Unpack, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -149,6 +149,14 @@ def words_of(text: str, special: Collection[str] = ()) -> Iterator[tuple[str, Sp
             yield match["word"], match.span()
 
 
+class WordOptions(TypedDict, total=False):
+    """The keywords of all attacks on words: words that never change, further special tokens, and names of the documents."""
+
+    stop_words: Collection[str]
+    special: Collection[str]
+    keys: Sequence[str] | None
+
+
 def change_words(
     texts: str | Sequence[str],
     attack: str,
@@ -156,18 +164,16 @@ def change_words(
     *,
     rate: float,
     seed: int,
-    stop_words: Collection[str] | None = None,
-    special: Collection[str] = (),
-    keys: Sequence[str] | None = None,
     options: Mapping[str, Json] | None = None,
     pieces: Sequence[Spans] | None = None,
+    **how: Unpack[WordOptions],
 ) -> AttackedText:
     """Replace each word that is no stop word with probability `rate`; `replace` returns None if it cannot replace a word.
 
     replace      a function of a word and of a `random.Random` of its own, from which it draws all its random numbers
-    stop_words   words that are never replaced; by default `STOP_WORDS`
     options      what the result records of the attack, beside the words that it leaves alone
     pieces       the spans of each document's tokens: then only words that are exactly one token are replaced
+    how          `stop_words`, `special` and `keys`, as for `swap_words`
 
     A document's random numbers depend only on the seed and on its key, by default its own text, and every word takes the
     same number of them. So other documents do not matter, and a higher rate changes the same words and more.
@@ -182,9 +188,7 @@ def change_words(
                 chosen[span] = new
         return chosen
 
-    how: dict[str, Any] = {"special": special, "keys": keys, "pieces": pieces, "options": options or {}}
-    stop_words = STOP_WORDS if stop_words is None else stop_words
-    return attacked_texts(texts, attack, choose, rate=rate, seed=seed, stop_words=stop_words, **how)
+    return attacked_texts(texts, attack, choose, rate=rate, seed=seed, options=options or {}, pieces=pieces, **how)
 
 
 def attacked_texts(
@@ -194,11 +198,11 @@ def attacked_texts(
     *,
     rate: float,
     seed: int,
-    stop_words: Collection[str],
-    special: Collection[str],
-    keys: Sequence[str] | None,
-    pieces: Sequence[Spans] | None,
     options: Mapping[str, Json],
+    pieces: Sequence[Spans] | None = None,
+    stop_words: Collection[str] | None = None,
+    special: Collection[str] = (),
+    keys: Sequence[str] | None = None,
 ) -> AttackedText:
     """Return the texts with the words that `choose` returns, by span, in the place of others.
 
@@ -208,7 +212,8 @@ def attacked_texts(
     """
     check_rate(rate)
     check_seed(seed)
-    documents, stops = [texts] if isinstance(texts, str) else list(texts), frozenset(stop_words)
+    stops = STOP_WORDS if stop_words is None else frozenset(stop_words)
+    documents = [texts] if isinstance(texts, str) else list(texts)
     if keys is not None and len(keys) != len(documents):
         raise ValueError(f"{len(keys)} keys for {len(documents)} documents; expected one key per document.")
     attacked, changes, counts = list[str](), list[tuple[Change, ...]](), list[int]()
@@ -273,9 +278,7 @@ def swap_words(
     token: str = GENERIC,
     words: Sequence[str] | None = None,
     pieces: Sequence[Spans] | None = None,
-    stop_words: Collection[str] = STOP_WORDS,
-    special: Collection[str] = (),
-    keys: Sequence[str] | None = None,
+    **how: Unpack[WordOptions],
 ) -> AttackedText:
     """Replace each word that is no stop word with probability `rate`; all other characters are untouched.
 
@@ -291,6 +294,7 @@ def swap_words(
     words       draw each replacement from these words, all equally likely, instead of `token`; never the word itself
     pieces      a tokeniser's spans of each document: swap only words that are exactly one token, so that a text keeps its
                 number of tokens
+    stop_words  words that are never replaced; by default `STOP_WORDS`
     special     further tokens that must stay untouched, beyond `<unk>`, `</s>`, `<|endoftext|>`, `[MASK]` and the like
     keys        names of the documents, from which their random numbers are drawn. By default this is the text itself, so
                 that the same text is attacked the same way in any set
@@ -311,8 +315,7 @@ def swap_words(
         return words[place]
 
     source: dict[str, Json] = {"token": token} if words is None else {"words": len(words)}
-    how: dict[str, Any] = {"stop_words": stop_words, "special": special, "keys": keys, "options": source}
-    return change_words(texts, "word swap", replace, rate=rate, seed=seed, pieces=pieces, **how)
+    return change_words(texts, "word swap", replace, rate=rate, seed=seed, options=source, pieces=pieces, **how)
 
 
 def swappable(words: Iterable[str]) -> list[str]:
@@ -349,9 +352,7 @@ def misspell(
     seed: int = 0,
     typos: Sequence[Typo] = TYPOS,
     inner: bool = True,
-    stop_words: Collection[str] = STOP_WORDS,
-    special: Collection[str] = (),
-    keys: Sequence[str] | None = None,
+    **how: Unpack[WordOptions],
 ) -> AttackedText:
     """Put one typo into each word that is no stop word with probability `rate`; all other characters are untouched.
 
@@ -372,7 +373,6 @@ def misspell(
         ways = possible[int(random.random() * len(possible))]
         return ways[int(random.random() * len(ways))]
 
-    how: dict[str, Any] = {"stop_words": stop_words, "special": special, "keys": keys}
     return change_words(texts, "typos", replace, rate=rate, seed=seed, options={"typos": list(typos), "inner": inner}, **how)
 
 

@@ -37,6 +37,25 @@ def check_count(count: int, name: str, least: int = 1) -> None:
         raise ValueError(f"{name} is {count!r}; it must be a whole number, at least {least}.")
 
 
+def budgets_of(tokens: Tensor, budget: float | Tensor, relative_to: Norm | None = None) -> Tensor:
+    """Return (...) float64: the largest allowed perturbation of each of `tokens (..., d)`, from one budget or one for each.
+
+    relative_to     a norm: budgets are multiples of each token's own
+    """
+    lead = tokens.shape[:-1]
+    if isinstance(budget, Tensor):
+        if budget.shape != lead or not (budget >= 0).all() or not budget.isfinite().all():
+            got, expected = tuple(budget.shape), tuple(lead)
+            raise ValueError(f"budget is a tensor of shape {got}; expected finite numbers >= 0 of shape {expected}.")
+        radius = budget.to(device=tokens.device, dtype=torch.float64)
+    else:
+        check_budget(budget)
+        radius = torch.full(lead, budget, dtype=torch.float64, device=tokens.device)
+    if relative_to is None:
+        return radius
+    return radius * row_norms(tokens.reshape(-1, tokens.shape[-1]), relative_to).view(lead)
+
+
 def row_norms(rows: Tensor, norm: Norm) -> Tensor:
     """Return (R,) float64: the norm of each of `rows (R, ...)`."""
     flat = rows.detach().flatten(1).double()

@@ -27,7 +27,6 @@ from holdfast.checked import from_mapping
 from holdfast.data.tokenizers import token_texts
 from holdfast.metrics import Boundary, RoutingReport
 from holdfast.metrics.accumulator import Accumulator
-from holdfast.metrics.tasks import IGNORED
 from holdfast.metrics.token_routes import Example, LayerRoutes, layer_routes, patch_rows, picture, tokens_to_show
 
 DECADES, PER_DECADE = (-6, 1), 4  # the bins of the histogram
@@ -66,14 +65,14 @@ class RadiusHistogram(Accumulator[Radii]):
         return Radii(self.kind, known, self._mean("low"), self._mean("none"), edges, counts)
 
 
-class Mean(Accumulator[float]):
-    """The mean of one number per token."""
+class Mean(Accumulator[float | None]):
+    """The mean of one number per token; None without tokens."""
 
     def update(self, values: Tensor) -> None:
         self._add(tokens=len(values), total=values.double().sum())
 
-    def result(self) -> float:
-        return self._mean("total")
+    def result(self) -> float | None:
+        return self._mean("total") if self.tokens else None
 
 
 @final
@@ -130,7 +129,7 @@ class Baseline:
         if batch.number == 0:
             self.boundaries = near_boundaries(self.audited, observed, batch, encoder)
         if observed.predictions is not None:
-            self.loss.update(observed.predictions.nll[observed.predictions.labels != IGNORED])
+            self.loss.update(observed.predictions.scored)
 
     def merge(self, other: Self) -> Self:
         self.boundaries = self.boundaries or other.boundaries

@@ -299,15 +299,14 @@ def answer(report: AuditReport) -> Answer | None:
     found = report.what_if
     if found is None:
         return None
-    shown = [name for name in found.flips if name not in unchanged(report)]
-    counts = {name: report.perturbations[name].overall.predictions for name in shown}
-    pairs = {name: found.prediction_flips[name] for name in shown}
-    outputs = {name: found.flip_output[name] for name in shown}
-    return Answer(
-        found.router,
-        {name: direction(pair, counts[name]) for name, pair in pairs.items() if pair.before is not None},
-        {name: pair.after / pair.before for name, pair in outputs.items() if pair.before and pair.after is not None},
-    )
+    folded, predictions, outputs = unchanged(report), dict[str, Direction](), dict[str, float]()
+    for name in (name for name in found.flips if name not in folded):
+        flips, output = found.prediction_flips[name], found.flip_output[name]
+        if flips.before is not None:
+            predictions[name] = direction(flips, report.perturbations[name].overall.predictions)
+        if output.before and output.after is not None:
+            outputs[name] = output.after / output.before
+    return Answer(found.router, predictions, outputs)
 
 
 def direction(pair: Pair, count: int) -> Direction:

@@ -64,6 +64,11 @@ class Predictions:
     labels: Tensor  # (R,) int64, -100 where there is none
     per_token: bool
 
+    @property
+    def scored(self) -> Tensor:
+        """The losses of the predictions that have a label."""
+        return self.nll[self.labels != IGNORED]
+
 
 @final
 @dataclass(frozen=True)

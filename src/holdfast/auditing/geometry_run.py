@@ -88,7 +88,6 @@ from holdfast.geometry import (
 )
 from holdfast.hub.convert import routers_in_parts
 from holdfast.hub.layers import moe_layers
-from holdfast.metrics.tasks import IGNORED
 from holdfast.routing import Router
 from holdfast.routing.presets import resolve_layers
 
@@ -257,13 +256,13 @@ class _Cost:
 
     def add(self, observed: Observation) -> None:
         if observed.predictions is not None:
-            self.loss.update(observed.predictions.nll[observed.predictions.labels != IGNORED])
+            self.loss.update(observed.predictions.scored)
         for layer, record in enumerate(observed.layers):
             self.used[layer].append(record.routing.used.sum(-1)[observed.real(layer)].cpu())
         self.tokens += len(observed.real(0))
 
     def numbers(self) -> dict[str, float | None]:
-        loss = self.loss.result() if self.loss.tokens else None
+        loss = self.loss.result()
         used = torch.cat([torch.cat(part) for part in self.used]).double() if self.tokens else None
         experts = None if used is None else float(used.mean())
         return {"loss": loss, "perplexity": perplexity_of(loss), "experts_per_token": experts}

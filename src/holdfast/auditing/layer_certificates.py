@@ -38,7 +38,6 @@ from holdfast.stored import without_nan
 
 LEVELS = (0.001, 0.01, 0.05, 0.1)  # relative radii at which the share of certified tokens is reported
 OTHER_OUTPUT = 0.05  # a larger relative difference between the declared and the real output of a layer is not rounding
-TENSORS = ("radius", "distance", "lengths", "margin", "real")  # of `Certificates`, one number per token
 
 
 class Undecided(Accumulator[UndecidedTokens]):
@@ -96,11 +95,6 @@ class CertificateOptions:
     smoothing: Smoothing | None = None
     outputs: tuple[float, ...] = ()
 
-    @property
-    def of_routes(self) -> dict[str, Any]:
-        """Return the options of `certificates.certify`."""
-        return {name: value for name, value in vars(self).items() if name != "outputs"}
-
 
 def certify_layer(audited: AuditedModel, layer: int, observed: Observation, options: CertificateOptions) -> Certificates:
     """Return a certificate for each token of one layer in one forward, in the arithmetic that its router uses."""
@@ -108,7 +102,8 @@ def certify_layer(audited: AuditedModel, layer: int, observed: Observation, opti
     tokens, context = gate_inputs(call)
     computed = torch.float32 if isinstance(subject, Router) or tokens.dtype == torch.float64 else tokens.dtype
     try:
-        return certify(subject, tokens, context, arithmetic=computed, **options.of_routes)
+        how: dict[str, Any] = {name: getattr(options, name) for name in ("norm", "rounding", "smoothing")}
+        return certify(subject, tokens, context, arithmetic=computed, **how)
     except NoCertificate:
         if options.smoothing is None or isinstance(subject, Router):
             raise
@@ -169,17 +164,23 @@ class LayerCertificates:
     @property
     def certificates(self) -> Certificates | None:
         """Return the certificates as rows, without padding; None if there are none."""
-        return _joined(self.found) if self.found else None
+        if not self.found:
+            return None
+        bounds = {name: torch.cat([part.bounds[name] for part in self.found]) for name in self.found[0].bounds}
+        kind = self.found[0].kind if len({part.kind for part in self.found}) == 1 else "lower bound"
+        return Certificates.joined(self.found, bounds=bounds, kind=kind)
 
     def add(self, audited: AuditedModel, observed: Observation, options: CertificateOptions) -> Callable[[], None]:
         """Certify one batch's real tokens, and which of them are undecided; return a function that adds the result."""
         real = observed.real(self.layer)
         bounded = self._bound_output(audited, observed, options.outputs)
         try:
-            certificates = _rows(certify_layer(audited, self.layer, observed, options), real)
+            found = certify_layer(audited, self.layer, observed, options)
         except ValueError as problem:  # no certificate is known for this router
             reason = str(problem)
             return lambda: setattr(self, "reason", reason)
+        bounds = {name: values.reshape(-1)[real].cpu() for name, values in found.bounds.items()}
+        certificates = found.rows(real, bounds=bounds)
         dtypes = {} if certificates.kind == "probabilistic" else DTYPES
         undecided = {
             name: undecided_tokens(audited, self.layer, observed, dtype, options.rounding)[real].cpu()
@@ -307,18 +308,3 @@ class _Certification(Measurement):
         for finish in [layer.add(self.audited, observed, options) for layer in self.layers]:
             finish()
         self.count(batch, len(observed.real(0)))
-
-
-def _rows(found: Certificates, real: Tensor) -> Certificates:
-    """Return the certificates of some tokens as rows, on the CPU."""
-    selected: dict[str, Any] = {name: getattr(found, name).reshape(-1)[real].cpu() for name in TENSORS}
-    bounds = {name: values.reshape(-1)[real].cpu() for name, values in found.bounds.items()}
-    return replace(found, **selected, pair=found.pair.reshape(-1, 2)[real].cpu(), bounds=bounds)
-
-
-def _joined(parts: Sequence[Certificates]) -> Certificates:
-    """Return the certificates of several batches as one."""
-    joined: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in (*TENSORS, "pair")}
-    bounds = {name: torch.cat([part.bounds[name] for part in parts]) for name in parts[0].bounds}
-    kind = parts[0].kind if len({part.kind for part in parts}) == 1 else "lower bound"
-    return replace(parts[0], **joined, bounds=bounds, kind=kind)

@@ -10,7 +10,7 @@ T tokens of the layer, d width, E experts, M points
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -178,7 +178,7 @@ def slice_through(layer: LayerTokens, tokens: tuple[int, int, int], router: Rout
     plane = plane_through(*(layer.tokens[token] for token in tokens))
     places = plane.coordinates(layer.tokens[list(tokens)])
     low, high = places.amin(0), places.amax(0)
-    return _slice(layer, "tokens", plane, (low + high) / 2, float((high - low).max()) * 0.7, tokens, router)
+    return _slice(layer, plane, (low + high) / 2, float((high - low).max()) * 0.7, tokens, router)
 
 
 def slice_around(layer: LayerTokens, token: int, router: Router | None = None) -> Slice:
@@ -192,7 +192,7 @@ def slice_around(layer: LayerTokens, token: int, router: Router | None = None) -
     places = torch.cat([torch.zeros_like(projections[:1]), projections])
     centre = places.mean(0)
     size = 1.8 * float((places - centre).norm(dim=-1).max())
-    return _slice(layer, "boundaries", plane, centre, size, (token,), router)
+    return _slice(layer, plane, centre, size, (token,), router)
 
 
 def nearest_two(layer: LayerTokens, token: int) -> list[Tensor]:
@@ -214,16 +214,11 @@ def nearest_two(layer: LayerTokens, token: int) -> list[Tensor]:
 
 
 def _slice(
-    layer: LayerTokens,
-    kind: Literal["boundaries", "tokens"],
-    plane: Plane,
-    centre: Tensor,
-    size: float,
-    tokens: tuple[int, ...],
-    router: Router | None,
+    layer: LayerTokens, plane: Plane, centre: Tensor, size: float, tokens: tuple[int, ...], router: Router | None
 ) -> Slice:
     """Return the slice of a square: exact lines and points, and the sets on a grid, checked by routing every grid point.
 
+    The plane is through these tokens, or through one of them and its boundaries.
     Keys are those of the first token, and coordinates are divided by its norm.
     """
     token = tokens[0]
@@ -239,7 +234,7 @@ def _slice(
     extra = [(routing.used.sum(-1) - layer.k).clamp_min(0) for routing in routings]
     marks = (plane.coordinates(layer.tokens[list(tokens)]) / unit).tolist()
     return Slice(
-        kind=kind,
+        kind="tokens" if len(tokens) > 1 else "boundaries",
         unit=unit,
         low=(low / unit).tolist(),
         high=(high / unit).tolist(),

@@ -13,6 +13,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from holdfast.auditing.baseline import Mean
 from holdfast.auditing.forwards import observe
 from holdfast.auditing.model_and_data import AuditBatch, Measurement
 from holdfast.auditing.reports import DataSettings, Pair
@@ -25,7 +26,6 @@ from holdfast.hub.families.moe import GROUPS
 from holdfast.hub.install import mark_modified, specs_of
 from holdfast.hub.layers import MoELayerRef, moe_layers
 from holdfast.hub.specs import NATIVE, describe, reads
-from holdfast.metrics.tasks import IGNORED
 from holdfast.model_size import EXPERTS
 from holdfast.routing.presets import REGISTRY
 
@@ -69,7 +69,7 @@ def prune(model: Any, texts_or_inputs: Iterable[Any], *, keep: int, tokenizer: A
     smaller = _with_experts(model, layers, kept)
     after = _Usage(smaller, tokenizer, checked, None)
     after.run(data)
-    return Pruned(smaller, [one.tolist() for one in kept], Pair(usage.loss, after.loss))
+    return Pruned(smaller, [one.tolist() for one in kept], Pair(usage.nll.result(), after.nll.result()))
 
 
 @final
@@ -77,21 +77,18 @@ class _Usage(Measurement):
     """How many tokens use each expert, and the loss."""
 
     counts: list[Tensor]
-    nll, predicted = 0.0, 0
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.nll = Mean()
 
     def add(self, batch: AuditBatch) -> None:
         seen = observe(self.audited, batch)
         used = [record.routing.chosen[seen.real(layer)].sum(0).cpu() for layer, record in enumerate(seen.layers)]
         self.counts = used if not self.finished else [one + more for one, more in zip(self.counts, used, strict=True)]
         if seen.predictions is not None:
-            known = seen.predictions.labels != IGNORED
-            self.nll += float(seen.predictions.nll[known].sum())
-            self.predicted += int(known.sum())
+            self.nll.update(seen.predictions.scored)
         self.count(batch, batch.tokens)
-
-    @property
-    def loss(self) -> float | None:
-        return self.nll / self.predicted if self.predicted else None
 
 
 def _prunable_layers(model: Any, keep: int) -> list[MoELayerRef]:
@@ -145,16 +142,13 @@ def _with_experts(model: Any, layers: list[MoELayerRef], kept: list[Tensor]) -> 
         if value.shape != tensor.shape:
             experts, indices = next((one for prefix, one in prefixes.items() if name.startswith(prefix)), (0, kept[0]))
             for dim, (old, new) in enumerate(zip(value.shape, tensor.shape, strict=True)):
+                if old != new and (old != experts or new != keep):
+                    why = "has another shape with fewer experts, and no row for each expert"
+                    raise ValueError(f"{name} {why}; it cannot be pruned.")
                 if old != new:
-                    _require_experts(name, old == experts and new == keep)
                     value = value.index_select(dim, indices.to(value.device))
         tensor.data = value.clone()
         tensor.requires_grad_(former[name].requires_grad)
     smaller.generation_config = copy.deepcopy(getattr(model, "generation_config", None))
     mark_modified(smaller)
     return smaller.to(model.device).train(model.training)
-
-
-def _require_experts(name: str, is_of_experts: bool) -> None:
-    if not is_of_experts:
-        raise ValueError(f"{name} has another shape with fewer experts, and no row for each expert; it cannot be pruned.")

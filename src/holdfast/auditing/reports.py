@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 
 from holdfast.checked import Limits
-from holdfast.metrics import ExpertCount, Load, NearTieMass
+from holdfast.metrics import CoSelectionGraph, ExpertCount, Load, NearTieMass
 from holdfast.metrics.selection import WIDTHS
 from holdfast.metrics.token_routes import Routes, View
 from holdfast.stored import ShownRecord
@@ -176,11 +176,9 @@ class UndecidedTokens:
 
 
 @dataclass(frozen=True)
-class CoSelected:
+class CoSelected(CoSelectionGraph):
     """Which experts are selected together."""
 
-    counts: list[list[int]]
-    spectral_gap: float
     groups: int  # of experts that no token connects
 
 

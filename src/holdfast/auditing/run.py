@@ -240,10 +240,10 @@ class _Audit(Measurement):
                 skipped[one.name] = SkippedPerturbation(one.about, reason)
             else:
                 perturbed[one.name] = self.comparisons[one.name].result(one.about, one.harmless)
-        layers, loss = self.baseline.layers(), self.baseline.loss
+        layers = self.baseline.layers()
         return AuditReport(
             **self.about(name),
-            overall=overall(layers, loss.result() if loss.tokens else None, perturbed),
+            overall=overall(layers, self.baseline.loss.result(), perturbed),
             layers=layers,
             perturbations=perturbed,
             skipped=skipped,

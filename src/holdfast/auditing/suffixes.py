@@ -15,7 +15,7 @@ from torch import Tensor
 from holdfast.attacks import random_tokens, search_tokens
 from holdfast.attacks.flags import Flag, black_box_flag
 from holdfast.attacks.inputs import ascending
-from holdfast.attacks.threat import check_seed, derived_seed
+from holdfast.attacks.threat import derived_seed
 from holdfast.auditing.triggers import InsertedTokens, allowed_tokens
 from holdfast.hub.tracing import longest_sequence
 from holdfast.train.task import AttackTable, Task, forward
@@ -33,8 +33,11 @@ def attack_suffix(
 
     budget    the tokens of a suffix, or several numbers of them
     """
-    check_seed(seed)
-    sizes = _sizes(budget)
+    budgets = ascending(list(budget) if isinstance(budget, Sequence) else [budget])
+    for one in budgets:
+        if one != int(one) or one < 1:
+            raise ValueError(f"the budget of suffix is a number of tokens, a whole number from 1 on, not {one:g}.")
+    sizes = [int(one) for one in budgets]
     texts = _texts(model, task, tokens, sizes[-1])
     allowed, _ = allowed_tokens(model, task.tokenizer)  # type: ignore[attr-defined]  # `_texts` requires a task of texts
     with torch.no_grad():
@@ -95,14 +98,6 @@ def _search(
     random = text.share(text.shares(drawn)[layer])[:, expert]
     misled = black_box_flag(torch.tensor([False]), random.max()[None] > share, "a random suffix")
     return tokens, share, float(random.mean()), (*found.flags, *misled)
-
-
-def _sizes(budget: float | Sequence[float]) -> list[int]:
-    budgets = ascending(list(budget) if isinstance(budget, Sequence) else [budget])
-    for one in budgets:
-        if one != int(one) or one < 1:
-            raise ValueError(f"the budget of suffix is a number of tokens, a whole number from 1 on, not {one:g}.")
-    return [int(one) for one in budgets]
 
 
 def _texts(model: Any, task: Task, tokens: int, longest: int) -> list[InsertedTokens]:

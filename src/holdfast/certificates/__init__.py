@@ -13,7 +13,6 @@ from holdfast.certificates.outputs import Networks as Networks
 from holdfast.certificates.outputs import OutputCertificate as OutputCertificate
 from holdfast.certificates.outputs import certify_output as certify_output
 from holdfast.certificates.radii import certify as certify
-from holdfast.certificates.radii import rounding_errors as rounding_errors
 from holdfast.certificates.radii import undecided as undecided
 from holdfast.certificates.router_conditions import Gate as Gate
 from holdfast.certificates.voting import MajorityVote as MajorityVote

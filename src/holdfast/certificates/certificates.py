@@ -1,8 +1,8 @@
 """`Certificates`: the radii of some tokens, with everything that a result needs to be understood."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -14,8 +14,27 @@ Json = str | int | float | bool | None | list["Json"] | dict[str, "Json"]
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
+class TokenRecord:
+    """A dataclass with numbers of tokens (abstract). `tensors` are its fields whose first dimensions are those of tokens."""
+
+    tensors: ClassVar[tuple[str, ...]]
+    real: Tensor
+
+    def rows(self, index: Tensor, **others: Any) -> Self:
+        """Return some tokens, given by their numbers (T,), as rows on the CPU; `others` are further fields that change."""
+        lead = self.real.dim() - 1
+        chosen: dict[str, Any] = {name: getattr(self, name).flatten(0, lead)[index].cpu() for name in self.tensors}
+        return replace(self, **chosen, **others)  # type: ignore[type-var]
+
+    @classmethod
+    def joined(cls, parts: "Sequence[Self]", **others: Any) -> Self:
+        """Return the rows of several batches as one."""
+        tensors: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in cls.tensors}
+        return replace(parts[0], **tensors, **others)  # type: ignore[type-var]
+
+
 @dataclass(frozen=True)
-class Certificates:
+class Certificates(TokenRecord):
     """For each token, up to which perturbation it keeps its selected set. Leading dimensions (...) are those of the tokens.
 
     `radius` is valid for the router as it computes: within it no perturbed token flips, rounding included. `distance` is the
@@ -23,6 +42,7 @@ class Certificates:
     smaller by the largest rounding errors; if it is "lower bound", the boundary may be farther away.
     """
 
+    tensors = ("radius", "distance", "lengths", "margin", "pair", "real")
     radius: Tensor  # (...) float64; infinite if no perturbation flips the token; 0 for padding, and if nothing is certified
     distance: Tensor  # (...) float64, at least the radius
     lengths: Tensor  # (...) float64: norms of the tokens, in the norm of the radii

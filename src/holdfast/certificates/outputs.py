@@ -35,13 +35,13 @@ T tokens, E networks, d width, h hidden width
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol, Self, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from holdfast.certificates.arithmetic import Arithmetic
-from holdfast.certificates.certificates import Json
+from holdfast.certificates.certificates import Json, TokenRecord
 from holdfast.certificates.radii import certify_described, describe
 from holdfast.certificates.router_conditions import CertifiedRouter, Gate
 from holdfast.certificates.weight_change import WeightChange, declared_shares
@@ -144,7 +144,6 @@ class NetworksAtTokens:
 
 MOST_ELEMENTS = 2**22  # of the largest tensor; more tokens are processed in several steps
 WRONG_WEIGHT = 1e-3  # a larger difference of a declared and a computed weight is neither rounding of it nor of logits
-TENSORS = ("radii", "bound", "change", "reach", "lengths", "real")  # of `OutputCertificate`
 OTHER_OUTPUT = 0.05  # a larger difference, relative to an output's length and as a median over tokens, is not rounding
 CHANGES = (0.01, 0.1, 0.5, 1.0)  # relative changes of which `summary` says the share of tokens
 
@@ -160,19 +159,12 @@ class LayerParts:
     scale: float = 1.0
 
 
-class LayerWithParts(Protocol):
-    """A layer that declares its parts, as `holdfast.MoE` does."""
-
-    def output_parts(self) -> LayerParts: ...
-
-    def __call__(self, tokens: Tensor, context: Context | None = None) -> tuple[Tensor, Any]: ...
-
-
 @final
 @dataclass(frozen=True)
-class OutputCertificate:
+class OutputCertificate(TokenRecord):
     """For each token and radius, how much the output of a layer changes at most. (...) are the dimensions of tokens."""
 
+    tensors = ("radii", "bound", "change", "reach", "lengths", "real")
     radii: Tensor  # (...,R) float64: largest perturbations, in l2
     bound: Tensor  # (...,R) float64: the largest change of the output, in l2
     change: Tensor  # (...,R) float64: TV, how much of the weights can move: a bound of half the sum of |g' - g|
@@ -181,19 +173,6 @@ class OutputCertificate:
     real: Tensor  # (...) bool: False for padding
     given: tuple[float, ...]  # the radii as passed
     relative: bool  # whether these are multiples of each token's own length
-
-    def rows(self, index: Tensor) -> Self:
-        """Return the bounds of some tokens, given by their numbers (T,), as rows on the CPU."""
-        tensors: dict[str, Any] = {
-            name: getattr(self, name).flatten(0, self.real.dim() - 1)[index].cpu() for name in TENSORS
-        }
-        return replace(self, **tensors)
-
-    @classmethod
-    def joined(cls, parts: "Sequence[OutputCertificate]") -> "OutputCertificate":
-        """Return the rows of several batches, for the same radii, as one."""
-        tensors: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in TENSORS}
-        return replace(parts[0], **tensors)
 
     def share(self, change: float) -> list[float]:
         """Return for each radius the share of real tokens whose output changes by at most `change` times its length."""
@@ -219,16 +198,12 @@ class OutputCertificate:
 
 @torch.no_grad()
 def certify_output(
-    layer: LayerParts | LayerWithParts,
-    tokens: Tensor,
-    radii: Sequence[float],
-    context: Context | None = None,
-    *,
-    relative: bool = False,
+    layer: Any, tokens: Tensor, radii: Sequence[float], context: Context | None = None, *, relative: bool = False
 ) -> OutputCertificate:
     """Bound the change of a layer's output for every perturbation of up to each of `radii`, in l2, of each token.
 
-    layer     a `holdfast.MoE` in evaluation mode, or the parts of a layer
+    layer     the parts of a layer (`LayerParts`), or a layer in evaluation mode that has them as `output_parts()`, as a
+              `holdfast.MoE` does
     tokens    (B,N,d) or (T,d), the layer's input
     context   the context that the router is called with; it is not perturbed
     relative  radii are multiples of each token's own length
@@ -239,7 +214,7 @@ def certify_output(
         found = certify_output(layer, tokens, [0.01, 0.1], relative=True)
         found.share(0.5)  # for each radius, the share of tokens whose output changes by at most half of its length
     """
-    parts = layer if isinstance(layer, LayerParts) else layer.output_parts()
+    parts: LayerParts = layer if isinstance(layer, LayerParts) else layer.output_parts()
     given = tuple(float(radius) for radius in radii)
     if not given or not all(0 <= radius < float("inf") for radius in given):
         raise ValueError(f"radii are {list(given)}; expected at least one finite number, none of them negative.")
@@ -312,27 +287,24 @@ def _bounds(parts: LayerParts, moving: WeightChange, rows: Tensor, limits: Tenso
         moves = experts.move(radius)
         if moving.alone:
             reach, each, largest = moving.each(radius)
-            bound = scale * ((each * alone).sum(1) + (largest * moves).sum(1))
-            bounds.append((bound if shared is None else bound + shared.move(radius).squeeze(1)) * ABOVE)
-            changes.append(each.sum(1) / 2)
-            reaches.append(reach)
-            continue
-        reach, change = moving.within(radius)
-        widest = (apart * (reach.unsqueeze(1) & reach.unsqueeze(2))).flatten(1).amax(1)
-        farthest, nearest = (moves * reach).amax(1), moves.where(reach, torch.inf).amin(1)
-        if moving.of_all:
-            widest, nearest = widest.maximum((alone * reach).amax(1)), torch.zeros_like(nearest)
-        move = farthest.minimum((moving.weights * moves).sum(1) + change * (farthest - nearest))
-        bound = scale * (change * widest + move)
+            bound, change = scale * ((each * alone).sum(1) + (largest * moves).sum(1)), each.sum(1) / 2
+        else:
+            reach, share = moving.within(radius)
+            widest = (apart * (reach.unsqueeze(1) & reach.unsqueeze(2))).flatten(1).amax(1)
+            farthest, nearest = (moves * reach).amax(1), moves.where(reach, torch.inf).amin(1)
+            if moving.of_all:
+                widest, nearest = widest.maximum((alone * reach).amax(1)), torch.zeros_like(nearest)
+            move = farthest.minimum((moving.weights * moves).sum(1) + share * (farthest - nearest))
+            bound, change = scale * (share * widest + move), moving.mass * share
         bounds.append((bound if shared is None else bound + shared.move(radius).squeeze(1)) * ABOVE)
-        changes.append(moving.mass * change)
+        changes.append(change)
         reaches.append(reach)
     outputs = parts.scale * moving.mass * (moving.weights.unsqueeze(-1) * experts.outputs).sum(1)
     outputs = outputs if shared is None else outputs + shared.outputs.squeeze(1)
     return torch.stack(bounds, 1), torch.stack(changes, 1), torch.stack(reaches, 1), outputs
 
 
-def _require_output(layer: LayerWithParts, tokens: Tensor, context: Context | None, declared: Tensor, real: Tensor) -> None:
+def _require_output(layer: Any, tokens: Tensor, context: Context | None, declared: Tensor, real: Tensor) -> None:
     """Raise NoCertificate if a layer computes something else than its parts, as classes of one's own or hooks may."""
     computed = layer(tokens.detach(), context)[0].flatten(0, -2).double()
     apart = ((computed - declared).norm(dim=1) / declared.norm(dim=1))[real].nan_to_num(nan=0.0)

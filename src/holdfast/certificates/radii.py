@@ -98,21 +98,6 @@ def undecided(
     return ((torch.cat(radii) <= 0) & described.real.flatten()).view(tokens.shape[:-1])
 
 
-@torch.no_grad()
-def rounding_errors(
-    subject: Router | Gate,
-    tokens: Tensor,
-    dtype: torch.dtype,
-    context: Context | None = None,
-    *,
-    accumulate: torch.dtype | None = None,
-    rounding: Rounding = "worst",
-) -> Tensor:
-    """Return (T,E) float64: a bound for the error of each expert's logit when scores are computed in `dtype`."""
-    arithmetic = Arithmetic.of(dtype, accumulate, rounding)
-    return describe(subject, tokens, context, "l2").scoring.value_errors(arithmetic, None)
-
-
 def describe(subject: Router | Gate, tokens: Tensor, context: Context | None, norm: Norm) -> CertifiedRouter:
     """Describe the subject at `tokens (B,N,d)` or `(T,d)`; raise ValueError for wrong arguments."""
     if not isinstance(subject, Router | Gate):

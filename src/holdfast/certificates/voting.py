@@ -16,7 +16,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast, final
+from typing import cast, final
 
 import torch
 from torch import Tensor, nn
@@ -247,20 +247,9 @@ class PredictionCertificates:
         """(B,) bool: the lower bound of the chance of the class is at most 1/2, so that nothing is certified."""
         return self.radius == 0
 
-    @property
-    def confidence(self) -> float:
-        """The probability that the certificate of one input is right."""
-        return 1 - self.smoothing.alpha
-
     def accuracy(self, labels: Tensor, radius: float = 0.0) -> float:
         """Return the certified accuracy: the share of inputs with the right class and a radius above `radius`."""
         return float(((self.classes == labels.cpu()) & (self.radius > radius)).double().mean())
-
-    def summary(self) -> dict[str, Any]:
-        """Return what to store as JSON."""
-        names = ("sigma", "samples", "selection", "alpha", "seed")
-        numbers = {name: getattr(self, name).tolist() for name in ("classes", "hits", "radius")}
-        return {**{name: getattr(self.smoothing, name) for name in names}, **numbers}
 
 
 @torch.no_grad()

@@ -44,8 +44,6 @@ class Attack(TestedModel):
     `holdfast attack runs/vmoe pgd,fgsm,spsa --budget 0.5/255 1/255 2/255 --page curve.html`
     """
 
-    model: Positional[str]
-    """A folder that `holdfast train` or `compare` wrote, or any Hugging Face folder or name."""
     kind: Annotated[Positional[str], arg(metavar="ATTACK")]
     """The attack to run: words, generic, typos, synonyms, guided-typos, fgsm, pgd, spsa, adaptive, universal, corruptions,
     routes, universal-routes, expert, overload, imbalance, suffix, or one of a plugin. Attacks on pixels can be joined by

@@ -63,16 +63,13 @@ class Certify(MeasuredData):
         if self.predictions:
             self._certify_predictions()
             return
-        for name in (*OF_PREDICTIONS, "take_over"):
-            if getattr(self, name) != getattr(Certify, name):
-                raise ValueError(f"--{name.replace('_', '-')} is for predictions; add --predictions to certify them.")
-        self._certify_routes()
-
-    def _certify_routes(self) -> None:
         from holdfast.auditing import certify_model
         from holdfast.certificates import Smoothing
         from holdfast.version import versions
 
+        for name in (*OF_PREDICTIONS, "take_over"):
+            if getattr(self, name) != getattr(Certify, name):
+                raise ValueError(f"--{name.replace('_', '-')} is for predictions; add --predictions to certify them.")
         require_free(self.out, self.force)
         noise = {"samples": self.samples, "alpha": self.alpha, "seed": self.seed}
         smoothing = None if self.sigma is None else Smoothing(sigma=self.sigma, **noise)  # type: ignore[arg-type]
@@ -140,21 +137,20 @@ def print_certificates(found: dict[str, Any]) -> None:
     from holdfast.report.page_shell import percent
     from holdfast.report.tables import Table
 
-    rows, levels = [], ""
-    for layer in found["layers"]:
-        if layer["skipped"] is None:
-            levels = ", ".join(layer["share_at"])
-            rows.append(
-                {
-                    "layer": layer["layer"],
-                    "kind": layer["kind"],
-                    "median": _radius(layer["relative"]["50%"]),
-                    "5%": _radius(layer["relative"]["5%"]),
-                    **{level: f"{share:.1%}" for level, share in layer["share_at"].items()},
-                    **{dtype: percent(share) for dtype, share in layer["undecided"].items()},
-                }
-            )
+    certified = [layer for layer in found["layers"] if layer["skipped"] is None]
+    rows = [
+        {
+            "layer": layer["layer"],
+            "kind": layer["kind"],
+            "median": _radius(layer["relative"]["50%"]),
+            "5%": _radius(layer["relative"]["5%"]),
+            **_shares(layer),
+            **{dtype: percent(share) for dtype, share in layer["undecided"].items()},
+        }
+        for layer in certified
+    ]
     if rows:
+        levels = ", ".join(certified[0]["share_at"])
         note = (
             f"median, 5%: quantiles of the relative radius. {levels}: share of tokens certified to keep their experts under "
             "any perturbation of that share of their norm. bf16, fp16: share of undecided tokens, which rounding may flip."
@@ -170,21 +166,20 @@ def _print_outputs(found: dict[str, Any]) -> None:
     """Print how much the output of each layer can change, if that was asked for."""
     from holdfast.report.tables import Table
 
-    rows, levels = [], ""
-    for layer in found["layers"]:
-        for row in layer.get("outputs", {}).get("radii", []):
-            levels = ", ".join(row["share_at"])
-            rows.append(
-                {
-                    "layer": layer["layer"],
-                    "radius": f"{row['radius']:g}",
-                    "change": _radius(row["relative_change"]),
-                    "weights": f"{row['weight_change']:.2g}",
-                    "experts": row["experts"],
-                    **{level: f"{share:.1%}" for level, share in row["share_at"].items()},
-                }
-            )
+    bounded = [(layer, row) for layer in found["layers"] for row in layer.get("outputs", {}).get("radii", [])]
+    rows = [
+        {
+            "layer": layer["layer"],
+            "radius": f"{row['radius']:g}",
+            "change": _radius(row["relative_change"]),
+            "weights": f"{row['weight_change']:.2g}",
+            "experts": row["experts"],
+            **_shares(row),
+        }
+        for layer, row in bounded
+    ]
     if rows:
+        levels = ", ".join(bounded[0][1]["share_at"])
         note = (
             "An upper bound of the change of a layer's output if its input moves by up to radius times its own length in "
             "l2. Medians over tokens: change, the bound over the output's length; weights, the part of the weights that can "
@@ -195,6 +190,10 @@ def _print_outputs(found: dict[str, Any]) -> None:
     for layer in found["layers"]:
         if layer.get("outputs", {}).get("skipped") is not None:
             print(f"the output of layer {layer['layer']} is not bounded: {layer['outputs']['skipped']}")
+
+
+def _shares(found: dict[str, Any]) -> dict[str, str]:
+    return {level: f"{share:.1%}" for level, share in found["share_at"].items()}
 
 
 def _radius(value: float | None) -> str:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import filelock
-from tyro.conf import UseAppendAction, arg
+from tyro.conf import Positional, UseAppendAction, arg
 
 from holdfast.files import no_such_path
 from holdfast.progress import bar, quiet
@@ -236,6 +236,8 @@ class PluginFiles:
 class TestedModel:
     """Options of the commands that score a saved model on its test data."""
 
+    model: Positional[str]
+    """A folder that `holdfast train` or `compare` wrote, or any Hugging Face folder or name."""
     out: Path | None = None
     """Write all numbers to this JSON file."""
     force: bool = False

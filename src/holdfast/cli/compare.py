@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from tyro.conf import arg
 
 from holdfast.cli.common import PluginFiles, require_folder, require_place, show, show_messages
-from holdfast.comparing import PAGE, RECIPE, ROUTERS, choose, run_comparison, with_progress
+from holdfast.comparing import PAGE, RECIPE, ROUTERS, choose, run_comparison
 from holdfast.locking import take_over
 from holdfast.progress import quiet
 
@@ -93,7 +93,7 @@ class Compare:
 
         how = {"data": self.data, "match_compute": self.match_compute, "ledger": self.ledger}
         how["command"] = shlex.join(["holdfast", *sys.argv[1:]])
-        results = run_comparison(chosen, self.out, run=lambda comparison: with_progress(comparison, self.jobs), **how)
+        results = run_comparison(chosen, self.out, jobs=self.jobs, **how)
         print_tables(results)
         print("\n" + "\n".join(verdict(results)))
         print(f"\nAll numbers: {self.out / 'results.json'}\nReport: {self.out / PAGE}")

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from tyro.conf import Positional
-
 from holdfast.cli.common import TestedModel, forwards, require_free, show, write_out
 from holdfast.progress import quiet
 
@@ -20,8 +18,6 @@ class Evaluate(TestedModel):
     `holdfast evaluate path/to/vit --source imagenet/val --shift imagenet-a imagenet-r imagenet-o imagenet-c corruptions`
     """
 
-    model: Positional[str]
-    """A folder that `holdfast train` or `compare` wrote, or any Hugging Face folder or name."""
     metrics: tuple[str, ...] = ()
     """Further metrics, besides those of the model's recipe: accuracy, top5-accuracy, perplexity, or those of a plugin."""
     shift: tuple[str, ...] = ()

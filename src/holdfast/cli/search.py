@@ -6,7 +6,7 @@ import shlex
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import arg
 
@@ -76,20 +76,9 @@ class Search:
             take_over(self.out)
         quiet()
         show_messages()
-        found = search(
-            self.routers,
-            recipe=self.recipe,
-            flops=self.flops,
-            sweep=sweep,
-            rungs=self.rungs,
-            keep=self.keep,
-            seeds=self.seeds,
-            out=self.out,
-            data=self.data,
-            changes=changes,
-            jobs=self.jobs,
-            command=shlex.join(["holdfast", *sys.argv[1:]]),
-        )
+        names = ("recipe", "flops", "rungs", "keep", "seeds", "out", "data", "jobs")
+        how: dict[str, Any] = {name: getattr(self, name) for name in names}
+        found = search(self.routers, sweep=sweep, changes=changes, command=shlex.join(["holdfast", *sys.argv[1:]]), **how)
         show(candidates_table(found))
         times = f"{found.seeds} seed{'s' if found.seeds > 1 else ''}"
         print(

@@ -123,20 +123,12 @@ def jumps(
 
 @torch.no_grad()
 def along_normals(
-    layers: Mapping[str, Layer],
-    order: Order,
-    tokens: Tensor,
-    k: int,
-    *,
-    reach: float = 0.1,
-    points: int = 201,
-    steps: Sequence[float] = STEPS,
+    layers: Mapping[str, Layer], order: Order, tokens: Tensor, k: int, *, reach: float = 0.1, points: int = 201
 ) -> NormalLines:
     """Return the outputs of `layers` along the normal through the nearest tie of each of `tokens (T,d)`.
 
     layers  by name, for example the same MoE layer with two routers; `order` and `k` are those of the first
     reach   how far from the tie the lines go on both sides, relative to the length of the token
-    steps   at which the difference of both sides is measured, decreasing
     """
     if not reach > 0 or points < 3:
         raise ValueError(f"reach is {reach} and points {points}; expected a positive length and at least 3 points.")
@@ -148,7 +140,7 @@ def along_normals(
     lines = at.points.unsqueeze(1) + offsets.view(1, -1, 1) * lengths * at.normals.unsqueeze(1)
     flat = lines.flatten(0, 1).to(tokens.dtype)
     outputs = {name: layer(flat).flatten(1).view(len(tokens), points, -1) for name, layer in layers.items()}
-    measured = {name: jumps(layer, at, steps=steps, dtype=tokens.dtype) for name, layer in layers.items()}
+    measured = {name: jumps(layer, at, steps=STEPS, dtype=tokens.dtype) for name, layer in layers.items()}
     return NormalLines(at, offsets, outputs, measured)
 
 

@@ -107,13 +107,13 @@ class GraphUnderNoise:
 
 @torch.no_grad()
 def graph_under_noise(
-    chosen: Callable[[Tensor], Tensor], tokens: Tensor, noise: Sequence[float], *, alpha: float = 0.05, seed: int = 0
+    chosen: Callable[[Tensor], Tensor], tokens: Tensor, noise: Sequence[float], *, seed: int = 0
 ) -> GraphUnderNoise:
     """Return how far the graph of `tokens (T,d)` moves under perturbations in random directions.
 
     chosen  from tokens (T,d) to their sets (T,E) bool, for example `lambda x: router(x).chosen`
     """
-    clean = co_selection_widths(chosen(tokens), alpha)
+    clean = co_selection_widths(chosen(tokens))
     source = torch.Generator().manual_seed(seed)
     drawn = torch.randn(tokens.shape, generator=source, dtype=torch.float64).to(tokens.device)
     direction = drawn / drawn.norm(dim=1, keepdim=True) * tokens.double().norm(dim=1, keepdim=True)
@@ -121,7 +121,7 @@ def graph_under_noise(
     changes = []
     for level in noise:
         moved = (tokens.double() + level * direction).to(tokens.dtype)
-        noisy = co_selection_widths(chosen(moved), alpha)
+        noisy = co_selection_widths(chosen(moved))
         change = (noisy.graph - clean.graph).abs()[used]
         beyond = (change > clean.half_widths[used].unsqueeze(1)).double().mean()
         changes.append(torch.stack([change.max(), change.mean(), beyond, (noisy.joint - clean.joint).abs().max()]))
@@ -206,6 +206,7 @@ def region_regularity(order: Order, sets: Tensor) -> Tensor:
 
 
 FEWEST = 8  # tokens of a cluster that is measured
+PERPLEXITY = 30.0  # of t-SNE
 RIDGE = 1e-6  # of the mean variance, added to all: covariances of few tokens are singular
 
 
@@ -272,7 +273,7 @@ def _separation(group: Tensor, noisy: Tensor, own: Tensor, other: Tensor, factor
     return torch.stack([distance, predicted, nearer.double().mean(), values[-1] / values[0]])
 
 
-def tsne_coordinates(tokens: Tensor, *, most: int = 2000, perplexity: float = 30.0, seed: int = 0) -> tuple[Tensor, Tensor]:
+def tsne_coordinates(tokens: Tensor, *, most: int = 2000, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Return t-SNE coordinates (n,2) of at most `most` random tokens of `(T,d)`, and their indices (n,), in order."""
     require_extra("t-SNE of router inputs", "sklearn")
     from sklearn.manifold import TSNE
@@ -281,9 +282,8 @@ def tsne_coordinates(tokens: Tensor, *, most: int = 2000, perplexity: float = 30
     kept = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))[:most].sort().values
     if len(kept) < 4:
         raise ValueError(f"t-SNE needs at least 4 tokens, and there are {len(kept)}.")
-    near = min(perplexity, (len(kept) - 1) / 3)
-    drawn = TSNE(2, perplexity=near, init="pca", random_state=seed).fit_transform(rows[kept].numpy())
-    return torch.from_numpy(drawn), kept
+    model = TSNE(2, perplexity=min(PERPLEXITY, (len(kept) - 1) / 3), init="pca", random_state=seed)
+    return torch.from_numpy(model.fit_transform(rows[kept].numpy())), kept
 
 
 @final
@@ -312,20 +312,17 @@ def mixed_entropies(gates: Tensor, weights: Tensor) -> MixedEntropies:
     return MixedEntropies(own, entropy(weights @ gates), weights @ own + mixing, mixing)
 
 
-def similarity_weights(
-    tokens: Tensor, *, tau: float | None = None, causal: bool = True, certainty: Tensor | None = None
-) -> Tensor:
+def similarity_weights(tokens: Tensor, *, tau: float | None = None, certainty: Tensor | None = None) -> Tensor:
     """Return W (N,N) = softmax_j(u_i . u_j / tau) over the tokens that may inform token i, of a sequence `tokens (N,d)`.
 
+    Only earlier tokens and the token itself inform it.
+
     tau         None: the root of the width
-    causal      only earlier tokens and the token itself inform it
     certainty   (N,): entropies of the gates; only tokens whose entropy is not larger inform (J_i of the paper)
     """
     rows = tokens.double()
     scores = rows @ rows.t() / (math.sqrt(rows.shape[1]) if tau is None else tau)
-    allowed = torch.ones_like(scores, dtype=torch.bool)
-    if causal:
-        allowed = allowed.tril()
+    allowed = torch.ones_like(scores, dtype=torch.bool).tril()
     if certainty is not None:
         allowed &= certainty.unsqueeze(0) <= certainty.unsqueeze(1)
     return torch.softmax(scores.where(allowed, -torch.inf), dim=-1)

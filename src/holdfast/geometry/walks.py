@@ -406,17 +406,7 @@ def _check(eps: float, time: float) -> None:
 
 @torch.no_grad()
 def occupation_times(
-    order: Order,
-    tokens: Tensor,
-    k: int,
-    m: int,
-    eps: float,
-    time: float,
-    *,
-    noise: Noise = None,
-    bound: bool = False,
-    most_sets: int = MOST_SETS,
-    seed: int = 0,
+    order: Order, tokens: Tensor, k: int, m: int, eps: float, time: float, *, noise: Noise = None, bound: bool = False
 ) -> OccupationTimes:
     """Return the mean time that `tokens (..., d)` spend within eps of the flats of order m until `time`.
 
@@ -428,7 +418,7 @@ def occupation_times(
     exact = isotropic and not bound
     if k == keys.experts or not 1 <= m < keys.experts:
         return OccupationTimes(time, torch.zeros(len(keys.points), dtype=torch.float64), exact, sampled=False)
-    members = sets_of(keys.experts, m + 1, most_sets, torch.Generator().manual_seed(seed))
+    members = sets_of(keys.experts, m + 1, MOST_SETS, torch.Generator().manual_seed(0))
     scale = math.comb(keys.experts, m + 1) / len(members)
     products, noisy = keys.products(), keys.products(noise)
     # Dependent differences: the flat is empty, or it is that of a smaller set.

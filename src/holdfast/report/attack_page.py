@@ -22,13 +22,30 @@ def attack_table(found: Mapping[str, Any]) -> Table:
 
 def render_attack(stored: Mapping[str, Any]) -> str:
     """Return the page of the stored result of an attack, as HTML."""
-    return _errors_page(stored) if "curves" in stored else _lines_page(stored)
+    plots, verdict, name, settings = (_errors if "curves" in stored else _lines)(stored)
+    if flags := [f"{flag['kind']}: {flag['detail']}" for flag in stored["flags"]]:
+        verdict += f" This may be wrong: {' '.join(flags)}"
+    table = replace(attack_table(stored), title=name)
+    page = Page(
+        "attack.html",
+        plots,
+        brief=table,
+        sentences=[verdict],
+        title=f"{stored['model']}, on {stored['data']['name']}",
+        attacks=list(stored.get("curves") or stored["lines"]["curves"]),
+        errors=table,
+        how={"Versions": dict(stored["versions"]), "Data": as_texts(stored["data"]), **settings},
+    )
+    return page.html()
 
 
-def _lines_page(stored: Mapping[str, Any]) -> str:
-    """Return the page of an attack on texts or routers: one figure against the rate or the budget."""
-    lines, table = stored["lines"], attack_table(stored)
-    curves = lines["curves"]
+Shown = tuple[list[Plot], str, str, dict[str, dict[str, str]]]  # plots, the verdict, the title of the table, settings
+
+
+def _lines(stored: Mapping[str, Any]) -> Shown:
+    """Return what the page of an attack on texts or routers shows: one figure against the rate or the budget."""
+    lines = stored["lines"]
+    curves, across = lines["curves"], lines["x"].partition(",")[0]
     data = [
         curve_of(place, None, curve["budgets"], curve["figure"], f"{escaped(name)}, {lines['x']} %{{x:.3g}}: %{{y:.4g}}")
         for place, (name, curve) in enumerate(curves.items())
@@ -37,18 +54,12 @@ def _lines_page(stored: Mapping[str, Any]) -> str:
     largest = max(budget for curve in curves.values() for budget in curve["budgets"])
     end = "in" if "budget" in lines["x"] else "with"  # layers of a model, or attacks on its texts
     ends = listed([f"{curve['figure'][-1]:.3g} {end} {name}" for name, curve in curves.items()])
-    return _page(
-        stored,
-        [Plot("curve-figure", f"{lines['y']}, against the {lines['x'].partition(',')[0]}", table.note, data, axes)],
-        f"At a {lines['x'].partition(',')[0]} of {largest:.3g}, the {lines['y']} is {ends}.",
-        replace(table, title="Numbers"),
-        list(curves),
-        {},
-    )
+    plot = Plot("curve-figure", f"{lines['y']}, against the {across}", stored.get("caption") or "", data, axes)
+    return [plot], f"At a {across} of {largest:.3g}, the {lines['y']} is {ends}.", "Numbers", {}
 
 
-def _errors_page(stored: Mapping[str, Any]) -> str:
-    """Return the page of an attack on pixels: the error against the budget."""
+def _errors(stored: Mapping[str, Any]) -> Shown:
+    """Return what the page of an attack on pixels shows: the error against the budget."""
     curves, clean = stored["curves"], stored["clean"]
     plots = []
     for key, (error, end) in ERRORS.items():
@@ -67,32 +78,7 @@ def _errors_page(stored: Mapping[str, Any]) -> str:
         f"The error is {clean['figure']:.1f}% on {clean['examples']:,} clean images, and at a budget of {largest:.3g} "
         f"it is {ends}."
     )
-    settings = {one["attack"]: _settings(one) for one in summaries}
-    return _page(stored, plots, verdict, replace(attack_table(stored), title="Errors"), list(curves), settings)
-
-
-def _page(
-    stored: Mapping[str, Any],
-    plots: list[Plot],
-    verdict: str,
-    table: Table,
-    names: list[str],
-    settings: Mapping[str, dict[str, str]],
-) -> str:
-    if flags := [f"{flag['kind']}: {flag['detail']}" for flag in stored["flags"]]:
-        verdict += f" This may be wrong: {' '.join(flags)}"
-    page = Page(
-        "attack.html",
-        plots,
-        brief=table,
-        sentences=[verdict],
-        title=f"{stored['model']}, on {stored['data']['name']}",
-        attacks=names,
-        plots=plots,
-        errors=table,
-        how={"Versions": dict(stored["versions"]), "Data": as_texts(stored["data"]), **settings},
-    )
-    return page.html()
+    return plots, verdict, "Errors", {one["attack"]: _settings(one) for one in summaries}
 
 
 def _settings(summary: Mapping[str, Any]) -> dict[str, str]:

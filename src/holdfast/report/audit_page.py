@@ -234,11 +234,11 @@ def write_audit(report: AuditReport | str | Path, path: str | Path, *, force: bo
 
 def audit_page(report: AuditReport) -> Page:
     """Return the page as data, to be rendered or exported."""
-    findings, drawn = diagnose(report), audit_plots(report)
+    findings = diagnose(report)
     screen, summary = first_screen(report, findings), severities(report, findings)
     return Page(
         "audit.html",
-        drawn,
+        audit_plots(report),
         {"explorer": audit_explorer(report)},
         brief=perturbations_table(report).without("what it does", "output, other"),
         sentences=[screen.sentence, screen.more],
@@ -252,7 +252,6 @@ def audit_page(report: AuditReport) -> Page:
         skipped=skipped_table(report),
         triggers=triggers_table(report),
         what_if=what_if_tables(report),
-        plots=drawn,
         layers=[ALL_LAYERS, *(str(layer.layer) for layer in report.layers)],
         tokens=[token(entry) for entry in report.at_risk],
         explored=report.view is not None,

@@ -4,7 +4,7 @@
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from holdfast.auditing.reports import known_mean
@@ -117,12 +117,19 @@ def _main_note(results: Results) -> str:
     return note
 
 
+def _by_router(
+    title: str, results: Results, cells: Callable[[Row], Iterable[tuple[str, str]]], note: str, shown: object = True
+) -> Table:
+    """Return a table with a row for each router, without empty columns; without rows if it is not `shown`."""
+    rows = ({"router": row.label, **dict(cells(row))} for row in results.rows if shown)
+    return Table.of(title, rows, note).without_empty()
+
+
 def cost_table(results: Results) -> Table:
     """Return what the models of each router cost."""
     of = "image" if results.run.recipe.get("task") == "images" else "token"
 
     def cells(row: Row) -> Iterator[tuple[str, str]]:
-        yield "router", row.label
         yield "weights", f"{row.parameters:,}"
         yield "experts per token", decimal(row.experts_per_token)
         if any(one.step_seconds is not None for one in results.rows):
@@ -139,7 +146,7 @@ def cost_table(results: Results) -> Table:
         "Means over seeds. The time of a step is the median within a training, on a CPU the processor's time. FLOPs are "
         "those of matrix products in evaluation."
     )
-    return Table.of("Cost", (dict(cells(row)) for row in results.rows), note).without_empty()
+    return _by_router("Cost", results, cells, note)
 
 
 def domain_table(results: Results, *, brief: bool = False) -> Table:
@@ -202,7 +209,6 @@ def metrics_table(results: Results, *, brief: bool = False) -> Table:
     metrics, some = results.run.metrics, any(row.attacks_some for row in results.rows)
 
     def cells(row: Row) -> Iterator[tuple[str, str]]:
-        yield "router", row.label
         for name in (metric.name for metric in metrics):
             if (found := row.metrics.get(name)) is not None:
                 short = 4 if brief else None
@@ -215,7 +221,7 @@ def metrics_table(results: Results, *, brief: bool = False) -> Table:
 
     each = " ".join(f"{metric.name}: {metric.about}; {metric.better} is better." for metric in metrics)
     note = f"{each} Means over seeds; differences to {results.baseline.router}, paired by seed."
-    return Table.of("Other metrics", (dict(cells(row)) for row in results.rows if metrics), note).without_empty()
+    return _by_router("Other metrics", results, cells, note, metrics)
 
 
 def shifts_table(results: Results, *, brief: bool = False) -> Table:
@@ -224,7 +230,6 @@ def shifts_table(results: Results, *, brief: bool = False) -> Table:
     better = {shift.measure: shift.better for row in results.rows for shift in row.shifts.values()}
 
     def cells(row: Row) -> Iterator[tuple[str, str]]:
-        yield "router", row.label
         for name, measure in tests.items():
             shift = row.shifts.get(name)
             yield f"{name}, {measure}", decimal(shift.figure if shift else None)
@@ -233,7 +238,7 @@ def shifts_table(results: Results, *, brief: bool = False) -> Table:
 
     each = " ".join(f"{measure.partition(',')[0]}: {which} is better." for measure, which in better.items())
     note = f"{each} Means over seeds; differences to {results.baseline.router}, paired by seed."
-    return Table.of("Shifted test sets", (dict(cells(row)) for row in results.rows if tests), note).without_empty()
+    return _by_router("Shifted test sets", results, cells, note, tests)
 
 
 def accuracy_table(results: Results, *, brief: bool = False) -> Table:
@@ -242,7 +247,6 @@ def accuracy_table(results: Results, *, brief: bool = False) -> Table:
     is_shown = names and results.run.recipe.get("task") == "images"
 
     def cells(row: Row) -> Iterator[tuple[str, str]]:
-        yield "router", row.label
         for name in names:
             score = row.scores.get(name)
             if name != "clean":
@@ -267,9 +271,7 @@ def accuracy_table(results: Results, *, brief: bool = False) -> Table:
     )
     if counts:
         note += f" Test images: {', '.join(f'{name} {count:,}' for name, count in counts.items())}."
-    return Table.of(
-        "Accuracy, clean and attacked", (dict(cells(row)) for row in results.rows if is_shown), note
-    ).without_empty()
+    return _by_router("Accuracy, clean and attacked", results, cells, note, is_shown)
 
 
 def intervals_cover(results: Results) -> str:
@@ -285,7 +287,6 @@ def attacks_table(results: Results) -> Table:
     with_cost = {name for cell in results.cells for name, trial in cell.trials.items() if trial.cost}
 
     def cells(row: Row) -> Iterator[tuple[str, str]]:
-        yield "router", row.label
         for name in names:
             trials = [cell.trials[name] for cell in results.cells_of(row) if name in cell.trials]
             yield name, decimal(known_mean(trial.figure for trial in trials), results.run.measure.digits)
@@ -303,7 +304,7 @@ def attacks_table(results: Results) -> Table:
             " A misspelt word is often the unknown word, which is easy to predict, so a result may be below the clean one; "
             "the cost is measured on the untouched words."
         )
-    return Table.of("Every attack", (dict(cells(row)) for row in results.rows if names), note).without_empty()
+    return _by_router("Every attack", results, cells, note, names)
 
 
 def attack_names(results: Results) -> list[str]:
@@ -320,7 +321,6 @@ def routing_table(results: Results) -> Table:
     def cells(row: Row) -> Iterator[tuple[str, str]]:
         cells = results.cells_of(row)
         layers = [layer for cell in cells for layer in cell.clean.routing.layers]
-        yield "router", row.label
         yield "entropy, nats", decimal(known_mean(layer.entropy for layer in layers), 3)
         yield "load unevenness (CV)", decimal(known_mean(layer.load.cv for layer in layers), 3)
         dead = known_mean(sum(len(layer.load.dead) for layer in cell.clean.routing.layers) for cell in cells)
@@ -337,7 +337,7 @@ def routing_table(results: Results) -> Table:
         "On clean data, means over layers and seeds. A dead expert is one that no token selected. Near-ties (w): tokens "
         "whose last selected expert and the next differ by less than w."
     )
-    return Table.of("Routing metrics", (dict(cells(row)) for row in results.rows), note).without_empty()
+    return _by_router("Routing metrics", results, cells, note)
 
 
 MODALITY_COLUMNS = {  # of ModalityLayer
@@ -360,13 +360,12 @@ def modalities_table(results: Results, *, brief: bool = False) -> Table:
 
     def cells(row: Row) -> Iterator[tuple[str, str]]:
         layers = [layer for cell in results.cells_of(row) for layer in cell.clean.modalities]
-        yield "router", row.label
         for name, key in MODALITY_COLUMNS.items():
             yield name, percent(known_mean(getattr(layer, key) for layer in layers))
 
     is_shown = any(cell.clean.modalities for cell in results.cells)
     note = f"{MODALITY_NOTE} Means over seeds and over the layers that have such tokens."
-    return Table.of("Images and texts", (dict(cells(row)) for row in results.rows if is_shown), note).without_empty()
+    return _by_router("Images and texts", results, cells, note, is_shown)
 
 
 def published_table(published: Published, results: Results | None = None) -> Table:

@@ -20,7 +20,6 @@ from holdfast.report.tables import BOOKTABS, Cell, Record, Table, frame_of, reco
 from holdfast.stored import SCHEMA
 
 MOST_COLUMNS = 8  # of a table in LaTeX or text; one with more columns than this, and than rows, is turned
-WITH_INTERVAL = re.compile(r"([+-]?[\d.]+) \(([+-]?[\d.]+) to ([+-]?[\d.]+)\)")
 FIELD = re.compile(r"%\{(\w+)(?::([^}]*))?\}")  # of a template of plotly's labels
 
 
@@ -29,6 +28,7 @@ class Page:
 
     brief       the table that `print` shows
     sentences   what the page says, the most important first; `print` shows that one
+    values      what the template shows, beside `sentences` and, unless it has other `plots`, the plots
     exported    what the template shows in another form than tables and plots: tables of it, strips, dataclasses of texts
     """
 
@@ -61,9 +61,8 @@ class Page:
         packed = gzip.compress(json.dumps(texts).encode(), mtime=0)
         name = re.sub(r"[^\w.-]+", "-", f"{self.template.removesuffix('.html')}-{self.values['title']}")[:60].strip("-")
         saved = {"schema": SCHEMA, "name": name, "packed": base64.b64encode(packed).decode()}
-        return render_template(
-            self.template, self.plots, {**self.data, "export": saved}, sentences=self.sentences, **self.values
-        )
+        values = {"plots": self.plots, "sentences": self.sentences, **self.values}
+        return render_template(self.template, self.plots, {**self.data, "export": saved}, **values)
 
     @property
     def tables(self) -> list[Table]:
@@ -140,8 +139,7 @@ def strip_table(title: str, shown: Strip, note: str = "") -> Table:
         for aspect in shown.columns:
             bar = aspect.bars[at]
             yield aspect.title, bar.level
-            difference = WITH_INTERVAL.fullmatch(bar.text)
-            numbers = map(float, difference.groups()) if difference else ()
+            numbers = (bar.text.value, bar.text.low, bar.text.high) if isinstance(bar.text, Cell) else ()
             yield f"{aspect.title}, difference", Cell(f"{bar.word} {bar.text}".strip(), *numbers)
         for chip in row.chips:
             yield chip.about, Cell(f"{chip.text} {chip.ratio}".strip(), chip.value)

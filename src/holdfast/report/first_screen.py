@@ -217,16 +217,12 @@ def pictures(report: AuditReport, found: Answer | None) -> list[DotPlot]:
     names = [name for name in by_name if name not in folded and (other is None or name in other.flips)]
     names.sort(key=lambda name: (-(by_name[name].prediction_flips or 0), -(by_name[name].output.flip or 0)))
     names = names[:MOST_ROWS]
-    if other is None or found is None:
-        predictions = {name: Pair(by_name[name].prediction_flips, None) for name in names}
-        outputs = {name: Pair(by_name[name].output.flip, None) for name in names}
-        directions = moved = dict.fromkeys(names, "")
-    else:
-        predictions, outputs = (
-            {name: pairs[name] for name in names} for pairs in (other.prediction_flips, other.flip_output)
-        )
-        directions = {name: found.predictions.get(name, "") for name in names}
-        moved = {name: _lower_or_higher(pair) for name, pair in outputs.items()}
+    predictions = {name: Pair(by_name[name].prediction_flips, None) for name in names}
+    outputs = {name: Pair(by_name[name].output.flip, None) for name in names}
+    if other is not None:
+        predictions, outputs = ({name: of[name] for name in names} for of in (other.prediction_flips, other.flip_output))
+    directions = {name: found.predictions.get(name, "") if found else "" for name in names}
+    moved = {name: _lower_or_higher(pair) for name, pair in outputs.items()}
     drawn = [
         _dots("Predictions that change", predictions, directions, report.settings),
         _dots("Output change by flips", outputs, moved, report.settings),

@@ -82,8 +82,7 @@ def write_page(path: Path, page: Callable[[], str], *, force: bool = False) -> P
 
 def render(report: ShownRecord) -> str:
     """Return the page of a report as HTML."""
-    html: str = late(report.page)(report).html()
-    return html
+    return str(late(report.page)(report).html())
 
 
 def write_report_page(kind: type[ShownRecord], report: ShownRecord | str | Path, path: str | Path, *, force: bool) -> Path:
@@ -153,19 +152,14 @@ def render_template(template: str, drawn: Iterable[Plot], data: Mapping[str, Any
 
 
 def with_text_colour(colour: str) -> dict[str, str]:
-    """Return a background colour with a text colour that is readable on it."""
-    return {"colour": colour, "ink": text_colour_on(colour)}
+    """Return a background colour with black or white for text on it: one of them always has a contrast above 4.5."""
+    return {"colour": colour, "ink": "#000000" if luminance(colour) > 0.179 else "#ffffff"}
 
 
 def risks() -> list[dict[str, str]]:
     """Return the legend of risks, the smallest radii first. A token's level is an index into it."""
     named = [{"name": f"below {bound:g}", **with_text_colour(colour)} for bound, colour in RISKS.items()]
     return [*named, {"name": f"{max(RISKS):g} and more", **with_text_colour(SAFE)}]
-
-
-def text_colour_on(colour: str) -> str:
-    """Return black or white, whichever has more contrast: one of them always has a contrast above 4.5."""
-    return "#000000" if luminance(colour) > 0.179 else "#ffffff"
 
 
 def luminance(colour: str) -> float:

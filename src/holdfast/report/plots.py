@@ -61,11 +61,9 @@ def clean_and_attacked(results: Results) -> Plot:
         if clean is None or row.attacked is None:
             continue
         cells = results.cells_of(row)
-        for seeds, shape in (
-            ([cell.clean.figure if cell.attacked.clean is None else cell.attacked.clean for cell in cells], filled),
-            ([cell.attacked.figure for cell in cells], hollow),
-        ):
-            data.append(_single_seeds(place, seeds, name, shape))
+        seeds = [cell.clean.figure if cell.attacked.clean is None else cell.attacked.clean for cell in cells]
+        data.append(_single_seeds(place, seeds, name, filled))
+        data.append(_single_seeds(place, [cell.attacked.figure for cell in cells], name, hollow))
         data.append(trace(place, [clean, row.attacked], [name] * 2, mode="lines", line={"width": 2}, hoverinfo="skip"))
         for text, mean, shape in (("clean", clean, filled), ("attacked", row.attacked, hollow)):
             data.append(_marks(place, [mean], [name], 12, shape, f"%{{y}}, {text}: %{{x:.{measure.digits}f}}"))

@@ -20,15 +20,14 @@ def write_predictions(report: PredictionReport | str | Path, path: str | Path, *
 
 def prediction_page(report: PredictionReport) -> Page:
     """Return the page as data, to be rendered or exported."""
-    table, drawn = accuracy_table(report), [accuracy_plot(report)]
+    table = accuracy_table(report)
     return Page(
         "predictions.html",
-        drawn,
+        [accuracy_plot(report)],
         brief=table,
         sentences=sentences(report),
         title=f"{listed(report.labels)}, on {report.data.get('name', 'data')}",
         routers=report.labels,
-        plots=drawn,
         accuracies=table,
         cells=cells_table(report),
         skipped=Table.of("What was skipped", [{"model": path, "why": why} for path, why in report.skipped.items()]),

@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from pathlib import Path
 
 from holdfast.auditing import AuditReport, GeometryReport, diagnose
@@ -58,13 +59,6 @@ class Section:
         for heading, groups in {"experiment": self.about, **self.cards}.items():
             for title, group in groups.items():
                 yield Table(f"{self.name}, {heading}: {title}", ["", "value"], list(group.items()))
-
-
-def require_side_by_side(reports: Mapping[str, ShownRecord]) -> None:
-    """Raise ValueError if a report is neither a comparison nor an audit."""
-    for name, report in reports.items():
-        if not isinstance(report, Results | AuditReport):
-            raise ValueError(f"{name} is {report.kind}; only comparisons and audits can be put on one page.")
 
 
 def runs_page(reports: Mapping[str, ShownRecord]) -> Page:
@@ -209,16 +203,10 @@ def audit_tables(audits: Mapping[str, AuditReport]) -> Iterator[Table]:
 
 def _worst(report: AuditReport, key: str) -> Cell:
     """Return the largest change of an audit, with the name of its perturbation."""
-    found: dict[str, float] = {}
-    for name, perturbed in report.perturbations.items():
-        value = getattr(perturbed.overall, key)
-        if value is not None:
-            found[name] = value
-    if not found:
-        return decimal(None)
-    name = max(found, key=lambda one: found[one])
-    shown = signed(found[name], ".4f") if key == "loss_change" else percent(found[name])
-    return Cell(f"{shown} ({name})", shown.value)
+    changes = ((getattr(one.overall, key), name) for name, one in report.perturbations.items())
+    worst, name = max((each for each in changes if each[0] is not None), key=itemgetter(0), default=(None, ""))
+    shown = signed(worst, ".4f") if key == "loss_change" else percent(worst)
+    return Cell(f"{shown} ({name})", shown.value) if name else shown
 
 
 def find_stored(place: Path) -> Path:
@@ -239,8 +227,9 @@ def read_page(*stored: Path) -> Page:
     reports = {name: KINDS[path.name].load(path) for name, path in zip(names, stored, strict=True)}
     if len(reports) < len(stored):
         raise ValueError("a folder is named twice; name each folder only once.")
-    if len(reports) > 1:
-        require_side_by_side(reports)
+    for name, report in reports.items() if len(reports) > 1 else ():
+        if not isinstance(report, Results | AuditReport):
+            raise ValueError(f"{name} is {report.kind}; only comparisons and audits can be put on one page.")
     for path, (name, report) in zip(stored, reports.items(), strict=True):
         with drawing(path, type(report)):  # each on its own, so that an error names its file
             page: Page = late(report.page)(report) if len(reports) == 1 else runs_page({name: report})
@@ -252,15 +241,10 @@ def exports(page: Page, base: Path, *, csv: bool, latex: bool, svg: bool) -> dic
     files = {base.with_name(f"{base.name}.csv"): page.csv()} if csv else {}
     files |= {base.with_name(f"{base.name}.tex"): page.latex()} if latex else {}
     if svg:
-        pictures = _pictures(page, base)
+        pictures = {plot.name: plot_svg(plot) for plot in page.plots if has_svg(plot)}
+        for title, picture in first_screen_svgs(page.exported):
+            pictures[re.sub(r"\W+", "-", title).lower()[:LONGEST].strip("-")] = picture
         if not pictures:
             raise ValueError("this report has no picture that can be saved as SVG; leave out --svg.")
-        files |= pictures
+        files |= {base.with_name(f"{base.name}-{name}.svg"): picture for name, picture in pictures.items()}
     return files
-
-
-def _pictures(page: Page, base: Path) -> dict[Path, str]:
-    pictures = {plot.name: plot_svg(plot) for plot in page.plots if has_svg(plot)}
-    for title, svg in first_screen_svgs(page.exported):
-        pictures[re.sub(r"\W+", "-", title).lower()[:LONGEST].strip("-")] = svg
-    return {base.with_name(f"{base.name}-{name}.svg"): svg for name, svg in pictures.items()}

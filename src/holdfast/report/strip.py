@@ -41,7 +41,7 @@ class Bar:
 
     kind: Kind
     level: str  # its own figure
-    text: str = ""  # the difference to the baseline, with its interval
+    text: str = ""  # the difference to the baseline, with its interval; a `Cell` if there is one
     better_by: float | None = None  # the difference, above 0 if better
     places: tuple[float, float, float] | None = None  # of low end, mean and high end, from 0 to 100
     is_cut: tuple[bool, bool] = (False, False)  # whether the interval goes on beyond the left and the right edge
@@ -206,7 +206,7 @@ def _bar(difference: Difference, aspect: Aspect, level: str, limit: float) -> Ba
     return Bar(
         kinds[better],
         level,
-        text,
+        Cell(text, difference.mean, difference.low, difference.high),
         sign * difference.mean,
         tuple(round(place, 2) for place in inside),  # type: ignore[arg-type]
         (low < 0, high > 100),

@@ -100,9 +100,13 @@ class Record(NamedTuple):
 
 def records_to_csv(records: Iterable[Record]) -> str:
     """Return the records as CSV, with their names in the first line."""
-    text = io.StringIO()
     lines = ([f"{one:.12g}" if isinstance(one, float) else one for one in record] for record in records)
-    csv.writer(text, lineterminator="\n").writerows([Record._fields, *lines])
+    return _csv([Record._fields, *lines])
+
+
+def _csv(rows: Iterable[Iterable[object]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()
 
 
@@ -153,9 +157,7 @@ class Table:
 
     def to_csv(self) -> str:
         """Return the columns and rows as CSV."""
-        text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows([self.columns, *self.rows])
-        return text.getvalue()
+        return _csv([self.columns, *self.rows])
 
     def to_latex(self) -> str:
         """Return a `tabular` with the rules of the LaTeX package booktabs; title and note are left to the document."""
@@ -174,14 +176,10 @@ class Table:
         lines = [[" ".join(Cell.of(cell).brief.split()) for cell in row] for row in (self.columns, *self.rows)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         right = [place > 0 and self._has_numbers(place) for place in range(len(widths))]
-        padded = [
-            "  ".join(
-                cell.rjust(width) if end else cell.ljust(width) for cell, width, end in zip(line, widths, right, strict=True)
-            )
-            for line in lines
-        ]
+        forms = [f"{{:{'>' if end else '<'}{width}}}" for width, end in zip(widths, right, strict=True)]
+        head, *body = ("  ".join(forms).format(*line).rstrip() for line in lines)
         rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
-        return "\n".join(line.rstrip() for line in [*([self.title] if self.title else []), padded[0], rule, *padded[1:]])
+        return "\n".join([*filter(None, [self.title]), head, rule, *body])
 
     def _repr_html_(self) -> str:
         """The table for a notebook; everything in it is escaped."""
