@@ -299,6 +299,26 @@ class Task(ABC):
         """Return some test examples in readable form, with the routes of their tokens."""
 
 
+def require_trainable(task: Task, seed: int) -> None:
+    """Raise ValueError if the data are not sufficient for training; called before anything is written."""
+    training = task.recipe.training
+    if task.steps * training.batch * training.accumulate >= 2**63:
+        raise ValueError(
+            f"training.steps or training.epochs, with training.batch={training.batch:,} and training.accumulate="
+            f"{training.accumulate:,}, are more than 2^63 examples; make them smaller."
+        )
+    task.examples(seed)
+    task.probe()
+    training.rate_factor(task.steps)
+    training.snapshot_steps(task.steps)
+    if training.needs_validation:
+        task.validation()
+    if training.label_smoothing and task.examples(seed).__getitems__([0])["labels"].is_floating_point():
+        raise ValueError("label smoothing is for classes, and these labels are numbers: set training.label_smoothing to 0.")
+    if training.best_by == "figure" and task.recipe.task in ("text", "vision-language"):
+        raise ValueError("the figure of this task follows from its loss; leave training.best_by out.")
+
+
 def evenly_spaced(count: int, wanted: int) -> list[int]:
     """Return `wanted` numbers below `count`: folders are sorted by class, so the first images would be of one class only."""
     wanted = min(wanted, count)
