@@ -20,7 +20,7 @@ from holdfast.files import write_atomically
 from holdfast.train import load_recipe, make_task, parse_routers
 from holdfast.train.building import preflight, with_training
 from holdfast.train.ledger import LedgerCell, comparable_recipe
-from holdfast.train.training import require_trainable
+from holdfast.train.task import require_trainable
 
 ENTRIES = read_list()
 EMBEDDED: dict[str, dict[str, object]] = {  # data that need no files, in place of those of a recipe

@@ -14,6 +14,7 @@ from holdfast.attacks import change_words
 from holdfast.data import text_set
 from holdfast.train import load_recipe, make_task
 from holdfast.train.building import build_model
+from holdfast.train.text_task import attack_words
 
 SMALL = {"training.steps": 2, "training.batch": 4, "data.length": 16, "data.vocabulary": 50, "data.source": "moods"}
 ROWS = [
@@ -87,7 +88,7 @@ def test_attacks_and_metrics_of_plugins_score_a_classifier() -> None:
     score = task.score(model)
     assert "shout" in task.measure.attack and "SUNNY" in task.attack.texts[1]  # type: ignore[attr-defined]
     assert score["clean"]["metrics"]["margin"] > 0 and "margin" in score["attacked"]["metrics"]
-    assert task.attack_words(model, "shout", rate=1.0, seed=0)["rows"][1][0] == "shout"
+    assert attack_words(model, task, "shout", [1.0], seed=0)["rows"][1][0] == "shout"
 
 
 def test_metrics_of_classes_are_refused_for_numbers() -> None:

@@ -18,7 +18,8 @@ from holdfast.train import Recipe, Task, build_model, make_task
 from holdfast.train.augmentation import smoothing_term, soft_labels
 from holdfast.train.loop import held_out_loss
 from holdfast.train.recipe import TrainingPart, parse_router
-from holdfast.train.training import SingleRun, require_trainable, train
+from holdfast.train.task import require_trainable
+from holdfast.train.training import SingleRun, train
 
 Log = list[dict[str, float]]
 

@@ -27,8 +27,9 @@ from holdfast.train.label_task import LabelTask, predict
 from holdfast.train.recipe import parse_router
 from holdfast.train.route_attacks import attack_routers
 from holdfast.train.saved_model import AuditData, load_model_and_task
-from holdfast.train.task import Measure, routing_metrics
-from holdfast.train.training import SingleRun, require_trainable
+from holdfast.train.task import Measure, require_trainable, routing_metrics
+from holdfast.train.text_task import attack_words
+from holdfast.train.training import SingleRun
 
 SMALL = {
     "training.steps": 12,
@@ -115,8 +116,8 @@ def test_predictions_do_not_depend_on_the_order_of_texts(reviews: Path) -> None:
     task = task_of(reviews)
     model = build_model(task, "smoe", {}, seed=0).eval()
     rows = task.text_set.texts("test")
-    forwards, _ = predict(model, task.encoded(rows))
-    backwards, _ = predict(model, task.encoded(rows[::-1]))
+    forwards, *_ = predict(model, task.encoded(rows))
+    backwards, *_ = predict(model, task.encoded(rows[::-1]))
     assert forwards.tolist() == backwards[::-1].tolist()
     with torch.no_grad():
         alone = [int(model(**task.encoded([row]).batch([0])).logits.argmax()) for row in rows]
@@ -282,13 +283,13 @@ def test_a_saved_model_is_tested_on_all_rows_of_another_file(trained: Path, tmp_
 def test_attacks_report_the_share_of_predictions_that_change(trained: Path, reviews: Path) -> None:
     model, task = load_model_and_task(str(trained), source=str(reviews))
     for kind in ("words", "generic", "typos"):
-        found = task.attack_words(model, kind, rate=0.9, seed=0)
+        found = attack_words(model, task, kind, [0.9], seed=0)
         clean, attacked = (dict(zip(found["columns"], row, strict=True)) for row in found["rows"])
         summary = found["summary"]
         assert clean["error, %"] == summary["clean"]["figure"] and attacked["error, %"] == summary[kind]["figure"]
         assert attacked["share of predictions that change"] == summary[kind]["predictions_changed"]
     assert found["summary"]["attack"]["changed"] > 0
-    nothing = task.attack_words(model, "words", rate=0.0, seed=0)["summary"]["words"]
+    nothing = attack_words(model, task, "words", [0.0], seed=0)["summary"]["words"]
     assert nothing["predictions_changed"] == 0 and nothing["paired"]["mean"] == 0
 
 
@@ -430,7 +431,7 @@ def test_a_dense_classifier_that_transformers_saved_is_evaluated(foreign: Path, 
     model, task = load_model_and_task(str(foreign), source=str(reviews))
     assert isinstance(task, LabelTask) and len(task.text_set.texts("test")) == 160
     rows = task.text_set.texts("test")
-    predicted, _ = predict(model, task.encoded(rows))
+    predicted, *_ = predict(model, task.encoded(rows))
     assert predicted.tolist() == expected_predictions(foreign, [row.text for row in rows])
     right = np.mean(predicted == np.array([row.label for row in rows]))
     assert task.score(model)["clean"]["accuracy"] == pytest.approx(right)

@@ -21,7 +21,8 @@ from holdfast.train import Task, build_model, make_task
 from holdfast.train.recipe import change_recipe
 from holdfast.train.results import LayerState
 from holdfast.train.snapshots import consistency, evolution, interference, learns_a_graph, routings_of, take_snapshot
-from holdfast.train.training import require_trainable, train
+from holdfast.train.task import require_trainable
+from holdfast.train.training import train
 
 Seen = dict[str, tuple[Task, list[Any], Path]]  # of each router: its task, models at each snapshot, the folder of these
 STEPS = [2, 4, 6, 8, 10]  # five snapshots of ten steps

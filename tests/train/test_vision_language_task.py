@@ -48,6 +48,7 @@ SMALL: dict[str, Any] = {
     "attack.examples": 12,
 }
 PARTS = ["vision", "connector", "language"]
+RUN = {"holdfast": "a version"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -241,7 +242,7 @@ def test_a_stage_trains_its_part_only_and_the_next_starts_where_it_ended(
         return log
 
     monkeypatch.setattr(TrainingLoop, "run", watched)
-    started = after_stages(task, tmp_path, 0)
+    started = after_stages(task, tmp_path, 0, RUN)
     places = {
         "vision": ("vision_tower", "scene_heads"),
         "language": ("language_model", "lm_head"),
@@ -269,7 +270,7 @@ def test_stages_of_another_training_are_not_taken(task: VisionLanguageTask, tmp_
     """A sweep over `training` has all its settings in one folder, and stages take from it what they leave out."""
     only = {f"stages__{name}": None for name in ("vision", "captions", "connector")}
     for decay in (0.0, 0.5, 0.5):
-        after_stages(task.with_recipe(small(**only, training__weight_decay=decay)), tmp_path, 0)
+        after_stages(task.with_recipe(small(**only, training__weight_decay=decay)), tmp_path, 0, RUN)
     assert len(list((tmp_path / "stages").iterdir())) == 2
 
 
@@ -281,7 +282,7 @@ def test_an_interrupted_stage_resumes_to_the_same_weights(
     from holdfast.train.run_folder import write_checkpoint
 
     often = task.with_recipe(small(training__save_every=2))
-    whole = after_stages(often, tmp_path / "whole", 0).start
+    whole = after_stages(often, tmp_path / "whole", 0, RUN).start
     calls: list[Path] = []
 
     def stop(*given: Any) -> None:
@@ -292,13 +293,13 @@ def test_an_interrupted_stage_resumes_to_the_same_weights(
 
     monkeypatch.setattr(loop, "write_checkpoint", stop)
     with pytest.raises(Interrupted):
-        after_stages(often, tmp_path / "part", 0)
+        after_stages(often, tmp_path / "part", 0, RUN)
     assert calls[-1].name == "language"
-    resumed = after_stages(often, tmp_path / "part", 0).start
+    resumed = after_stages(often, tmp_path / "part", 0, RUN).start
     assert len(calls) == 8  # two of each stage; none is trained again
     assert whole is not None and resumed is not None
     assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
-    other = after_stages(often.with_recipe(small(training__save_every=2)), tmp_path / "part", 1)
+    other = after_stages(often.with_recipe(small(training__save_every=2)), tmp_path / "part", 1, RUN)
     assert not torch.equal(other.start["lm_head.weight"], resumed["lm_head.weight"])  # type: ignore[index]
     assert len(list((tmp_path / "part" / "stages").glob("*-seed*"))) == 2
 

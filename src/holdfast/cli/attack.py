@@ -85,7 +85,7 @@ class Attack(TestedModel):
         from holdfast.train import attack_images, attack_routers
         from holdfast.train.embedding_attacks import attack_embeddings
         from holdfast.train.route_attacks import ROUTE_ATTACKS
-        from holdfast.train.task import table_of_rates
+        from holdfast.train.text_task import attack_words
         from holdfast.version import versions
 
         kinds = [name.strip() for name in self.kind.split(",")]
@@ -102,9 +102,7 @@ class Attack(TestedModel):
             how: dict[str, Any] = {"steps": self.steps, "seed": self.seed}
             if self.rate:
                 files = {"synonyms": self.synonyms, "encoder": self.encoder}
-                rates = sorted(set(self.rate))
-                tables = [task.attack_words(model, self.kind, rate=rate, seed=self.seed, **files) for rate in rates]
-                found = table_of_rates(self.kind, rates, tables)
+                found = attack_words(model, task, self.kind, sorted(set(self.rate)), seed=self.seed, **files)
             elif self.kind == "suffix":
                 found = attack_suffix(model, task, budget=budgets, tokens=self.examples, **how, **options)
             elif self.kind in ROUTE_ATTACKS:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from tyro.conf import Positional
 
 from holdfast.cli.common import show
-from holdfast.progress import bar, quiet
 
 if TYPE_CHECKING:
     from holdfast.train.papers import Preset
@@ -37,21 +36,17 @@ class Papers:
 
     def _print_list(self, chosen: dict[str, Preset]) -> None:
         from holdfast.report.tables import Table
-        from holdfast.train.papers.cost import RATE, gpu_hours
+        from holdfast.train.papers import RATE
         from holdfast.train.recipe import load_recipe
 
-        quiet()
         rows = []
-        with bar(len(chosen)) as tell:
-            for number, (name, preset) in enumerate(chosen.items()):
-                tell(number, f"{name}: count FLOPs")
-                row = {"name": name, "tables": ", ".join(preset.covers), "what it compares": preset.title}
-                if preset.recipe is not None:
-                    row["data"] = load_recipe(preset.recipe, preset.set).data.source
-                    row["cells"] = str(preset.cells)
-                    hours = gpu_hours(name)
-                    row["GPU hours"] = "" if hours is None else f"{hours:.2g}" if hours < 100 else f"{hours:,.0f}"
-                rows.append(row)
+        for name, preset in chosen.items():
+            row = {"name": name, "tables": ", ".join(preset.covers), "what it compares": preset.title}
+            if preset.recipe is not None:
+                row["data"] = load_recipe(preset.recipe, preset.set).data.source
+                row["cells"], hours = str(preset.cells), preset.hours
+                row["GPU hours"] = "" if hours is None else f"{hours:.2g}" if hours < 100 else f"{hours:,.0f}"
+            rows.append(row)
         note = (
             f"A cell is a trained model. GPU hours: the FLOPs of `holdfast plan` for all cells, at {RATE / 1e12:.0f} "
             "TFLOP/s; empty where nothing is trained. `holdfast papers NAME` prints one: its recipe, published figures and "

@@ -81,7 +81,7 @@ class Train:
 
                     single.run(note, self.log)
             else:
-                single.run(None, self.log)
+                single.run(report_to=self.log)
         if is_first_rank():
             if processes() > 1:
                 print(f"Trained on {processes()} ranks.")

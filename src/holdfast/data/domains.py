@@ -16,7 +16,7 @@ from torch import Tensor
 
 from holdfast.data.draws import DomainOrder, domain_seed, shuffled
 from holdfast.data.files import checksum, names_and_sizes
-from holdfast.data.images import ENDINGS, FileImages, Images, folders_in, images_in, memory_for
+from holdfast.data.images import ENDINGS, FileImages, folders_in, images_in, memory_for
 from holdfast.data.labelled_images import SIZE, ImageSet
 from holdfast.errors import require_extra, unknown_name
 
@@ -66,11 +66,8 @@ class DomainSet:
     def leave_out(self, held_out: str, seed: int) -> ImageSet:
         """Return the training images and the pooled validation images of the other domains; the held-out one is the test."""
         splits = {name: self.split(name, seed) for name in self.training_domains(held_out)}
-        images: dict[str, Images] = {
-            "train": self._joined({name: train for name, (train, _) in splits.items()}),
-            "valid": self._joined({name: valid for name, (_, valid) in splits.items()}),
-            "test": self.domains[held_out],
-        }
+        train, valid = (self._joined({name: parts[at] for name, parts in splits.items()}) for at in (0, 1))
+        images = {"train": train, "valid": valid, "test": self.domains[held_out]}
         return ImageSet(self.name, self.about, self.classes, images, self.checksum)
 
     def _joined(self, numbers: Mapping[str, Tensor]) -> FileImages:

@@ -261,16 +261,17 @@ class QuestionEncoder:
         """Return rows as inputs of a model, padded on the right to `width` tokens, with `labels` if some are learned."""
         expanded = [self._expand(row, row) for row in rows]
         width = max(map(len, expanded)) if width is None else width
-        ids = torch.full((len(rows), width), self.pad, dtype=torch.int64, device="cpu")
-        mask, labels = torch.zeros_like(ids), torch.full_like(ids, IGNORED)
-        for place, row in enumerate(expanded):
-            ids[place, : len(row)] = torch.tensor(row, device="cpu")
-            mask[place, : len(row)] = 1
-            if learned is not None:
-                kept = torch.tensor(self._expand(learned[place], rows[place]), dtype=torch.bool, device="cpu")
-                labels[place, : len(row)][kept] = ids[place, : len(row)][kept]
-        found = {"input_ids": ids, "attention_mask": mask}
-        return found if learned is None else {**found, "labels": labels}
+
+        def padded(values: Sequence[Row], fill: int) -> Tensor:
+            return torch.tensor([[*row, *[fill] * (width - len(row))] for row in values], device="cpu")
+
+        found = {"input_ids": padded(expanded, self.pad), "attention_mask": padded([[1] * len(row) for row in expanded], 0)}
+        if learned is None:
+            return found
+        kept = [self._expand(one, row) for one, row in zip(learned, rows, strict=True)]
+        pairs = zip(expanded, kept, strict=True)
+        labels = [[token if own else IGNORED for token, own in zip(row, one, strict=True)] for row, one in pairs]
+        return {**found, "labels": padded(labels, IGNORED)}
 
     def width(self, row: Row) -> int:
         """Return the number of tokens of a row with all those of its picture."""

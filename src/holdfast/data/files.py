@@ -179,21 +179,25 @@ def read_table(path: Path, header: Sequence[str] | None = None, *, skip_broken: 
     """
     name = unpacked_name(path).lower()
     if name.endswith(SEPARATED):
-        return _separated_table(path, header, skip_broken)
+        return separated_table(path, header, skip_broken=skip_broken)
     if not name.endswith(JSON_LINES):
         raise ValueError(f"{path} is not a table; tables are .csv, .tsv and .jsonl files (one JSON object in each line).")
     rows = list(json_objects(path))
     return Table(str(path), list(dict.fromkeys(key for _, row in rows for key in row)), rows)
 
 
-def _separated_table(path: Path, header: Sequence[str] | None, skip_broken: bool) -> Table:
+def separated_table(
+    path: Path, header: Sequence[str] | None = None, *, skip_broken: bool = False, quoted_tabs: bool = False
+) -> Table:
+    """Return the table in a .csv or .tsv file, as `read_table`; with `quoted_tabs`, of one with tabs and quotes."""
     data = read_text(path).decode()
     content = io.StringIO(data, newline="")
-    if unpacked_name(path).lower().endswith(".tsv"):  # as GLUE's: quotes are part of the text
+    if unpacked_name(path).lower().endswith(".tsv") and not quoted_tabs:  # as GLUE's: quotes are part of the text
         lines = csv.reader(content, delimiter="\t", quoting=csv.QUOTE_NONE)
     else:
         first_line = data.partition("\n")[0]
-        lines = csv.reader(content, delimiter=max(",;\t", key=first_line.count), strict=True)
+        delimiter = "\t" if quoted_tabs else max(",;\t", key=first_line.count)
+        lines = csv.reader(content, delimiter=delimiter, strict=True)
     limit = csv.field_size_limit(max(len(data), csv.field_size_limit()))  # the default limit for a field is 128 KiB
     try:
         columns = [name.strip() for name in (next(lines) if header is None else header)]

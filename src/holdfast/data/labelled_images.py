@@ -89,17 +89,20 @@ def image_set(name: str | Path, *, folder: str | Path | None = None, size: int |
     is_name = isinstance(name, str) and os.sep not in name
     if is_name and (found := find_dataset(str(name), "images", installed=not path.is_dir())):
         loaded = _as_image_set(found, found.load(None if folder is None else Path(folder)))
-        own = max(loaded.images("train").shape[1:])
-        if size not in (None, own):
-            raise ValueError(
-                f"{name} has images of {own} pixels per side and is not scaled; set data.size to {own}, not {size}."
-            )
+        require_size(name, loaded.images("train"), size)
         return loaded
     if path.is_dir():
         return folder_set(path, size)
     if not is_name or path.exists():
         raise ValueError(f"{path} is not a folder; {LAYOUT}.")
     raise ValueError(f"there is no folder {name}; {DATASETS.unknown(name, image_sets())}")
+
+
+def require_size(name: str | Path, images: Images, size: int | None) -> None:
+    """Raise ValueError if a named set, which is not scaled, has other pixels per side."""
+    if size not in (None, own := max(images.shape[1:])):
+        is_of = f"{name} has images of {own} pixels per side and is not scaled"
+        raise ValueError(f"{is_of}; set data.size to {own}, not {size}.")
 
 
 def _as_image_set(dataset: Dataset, loaded: Any) -> ImageSet:

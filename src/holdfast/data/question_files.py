@@ -26,10 +26,9 @@ too large.
 
 import base64
 import binascii
-import csv
 import io
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -39,9 +38,9 @@ import torch
 from holdfast.data.datasets import DATASETS, Dataset, datasets_for, find_dataset
 from holdfast.data.documents import hold_out
 from holdfast.data.draws import Draws
-from holdfast.data.files import checksum, json_objects, read_text
+from holdfast.data.files import checksum, json_objects, read_text, separated_table
 from holdfast.data.images import ENDINGS, ArrayImages, FileImages, Images, central_square, memory_for, read_image
-from holdfast.data.labelled_images import load_cifar10
+from holdfast.data.labelled_images import load_cifar10, require_size
 from holdfast.data.questions import (
     ASK_FOR_LETTER,
     LETTERS,
@@ -85,9 +84,7 @@ def question_set(
         loaded = found.load(folder)
         if not isinstance(loaded, QuestionSet):
             raise ValueError(f"dataset {name!r} returned {type(loaded).__name__}; expected a holdfast.data.QuestionSet.")
-        own = max(loaded.dialogues("train").pictures.shape[1:])
-        if size not in (None, own):
-            raise ValueError(f"{name} has pictures of {own} pixels per side and is not scaled; set data.size to {own}.")
+        require_size(name, loaded.dialogues("train").pictures, size)
         return loaded
     if path.is_dir() or path.suffix == ".json":
         return llava_set(path, SIZE if size is None else size)
@@ -249,7 +246,10 @@ def _scienceqa(folder: Path, size: int) -> tuple[Questions, str]:
 def _mmbench(file: Path, size: int) -> tuple[Questions, str]:
     values, questions = list[torch.Tensor](), list[Question]()
     encoded, places = dict[str, int](), dict[str, int]()  # of pictures, by their base64 and by the index of their row
-    for line, row in _quoted_rows(file, ("question", "A", "B", "answer", "image")):
+    table = separated_table(file, quoted_tabs=True)
+    if missing := [name for name in ("question", "A", "B", "answer", "image") if name not in table.columns]:
+        raise ValueError(f"{file} is not laid out as MMBench: it has no column {missing[0]}.")
+    for line, row in table.rows:
         where = f"{file}, line {line}"
         letters = [letter for letter in LETTERS[:MOST_OPTIONS] if str(row.get(letter) or "nan").strip() not in ("", "nan")]
         letters = letters[: next((n for n, letter in enumerate(letters) if letter != LETTERS[n]), len(letters))]
@@ -272,25 +272,6 @@ def _mmbench(file: Path, size: int) -> tuple[Questions, str]:
         questions.append(_choice(number, text, options, right, str(row.get("category") or "all"), where))
     pictures = ArrayImages(torch.stack(values), torch.zeros(len(values), dtype=torch.int64)) if values else NO_PICTURE
     return Questions(pictures, questions), checksum([read_text(file)])
-
-
-def _quoted_rows(file: Path, needed: Sequence[str]) -> Iterator[tuple[int, dict[str, str]]]:
-    """Yield the line number and the values of each row of a TSV file that has quotes, as those of MMBench."""
-    data = read_text(file).decode()
-    limit = csv.field_size_limit(max(len(data), csv.field_size_limit()))
-    lines = csv.reader(io.StringIO(data, newline=""), delimiter="\t", strict=True)
-    try:
-        columns = next(lines)
-        if missing := [name for name in needed if name not in columns]:
-            raise ValueError(f"{file} is not laid out as MMBench: it has no column {missing[0]}.")
-        for row in filter(None, lines):
-            if len(row) != len(columns):
-                raise ValueError(f"{file}, line {lines.line_num}: {len(row)} fields, but the header has {len(columns)}.")
-            yield lines.line_num, dict(zip(columns, row, strict=True))
-    except csv.Error as error:
-        raise ValueError(f"{file}, line {lines.line_num}: {error}.") from None
-    finally:
-        csv.field_size_limit(limit)
 
 
 def _from_base64(written: str, size: int, where: str) -> torch.Tensor:

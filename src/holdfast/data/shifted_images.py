@@ -325,22 +325,16 @@ def _some(names: Sequence[str]) -> str:
 
 
 def unsplit_images(
-    folder: Path,
-    classes: Sequence[str],
-    *,
-    size: int | None = None,
-    prepare: Prepare | None = None,
-    index: ClassIndex | None = None,
+    folder: Path, classes: Sequence[str], size: int = SIZE, prepare: Prepare | None = None, index: ClassIndex | None = None
 ) -> ImageSet:
     """Return all images of `folder/CLASS/`, or of its test split, as the test split for a model trained on other images.
 
     classes     the model's classes, in the order of its outputs; those of the folder may be fewer
     """
     found = recognise(f"classes={folder}")
-    size = SIZE if size is None else size
     outputs = outputs_of(folder, found.classes, classes, index)
     numbers = {name: number for number, name in enumerate(found.classes)}
     images = found.images(found.parts[0], numbers, size, prepare)
-    about = f"{counted(len(images), 'test image')} of {counted(len(outputs), 'class', 'classes')}"
-    about += f" in {found.name}, {size} pixels per side"
+    shown = f"{counted(len(images), 'test image')} of {counted(len(outputs), 'class', 'classes')}"
+    about = f"{shown} in {found.name}, {size} pixels per side"
     return ImageSet(found.name, about, tuple(found.classes), {"test": images}, found.checksum, tuple(outputs))

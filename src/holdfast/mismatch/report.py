@@ -213,18 +213,12 @@ def set_numbers(differs: Tensor, compared: Tensor, resampling: Resampling) -> Se
     layers = differs.shape[-1]
     tokens = compared.sum(-1)
     so_far = differs.to(torch.uint8).cummax(-1).values.bool()  # in this layer or an earlier one
+    here, by_now = ([resampling.mean(one.sum(-1), tokens) for one in each.unbind(-1)] for each in (differs, so_far))
     return Sets(
         tokens=int(tokens.sum()),
         routers_differ=resampling.mean(differs.sum((1, 2)), tokens * layers),
-        tokens_differ=resampling.mean(so_far[..., -1].sum(-1), tokens),
-        layers=[
-            LayerSets(
-                layer,
-                resampling.mean(differs[..., layer].sum(-1), tokens),
-                resampling.mean(so_far[..., layer].sum(-1), tokens),
-            )
-            for layer in range(layers)
-        ],
+        tokens_differ=by_now[-1],
+        layers=[LayerSets(layer, *both) for layer, both in enumerate(zip(here, by_now, strict=True))],
     )
 
 

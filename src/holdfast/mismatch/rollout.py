@@ -217,10 +217,8 @@ def rollout_of_lines(lines: Sequence[Sequence[int]], routes: Routes) -> Rollout:
                 f"line {number} of the text has {len(line)} tokens, but the routes have a record at {count} of {places} "
                 "places; expected one at each token, or at all but the last, padded on the right."
             )
-    lengths = torch.tensor([len(line) for line in lines])
-    ids = torch.zeros(rows, max(places, int(lengths.max())), dtype=torch.int64)
-    for row, line in enumerate(lines):
-        ids[row, : len(line)] = torch.tensor(line)
+    given = Sequences.from_rows([torch.tensor(line) for line in lines])
+    ids = torch.nn.functional.pad(given.input_ids, (0, max(0, places - given.input_ids.shape[1])))
     # Routes of all tokens but the last may have no place for the last one.
     experts = torch.nn.functional.pad(routes.experts, (0, 0, 0, 0, 0, ids.shape[1] - places), value=NO_RECORD)
-    return Rollout(ids, lengths, Routes.from_tensor(experts, routes.of))
+    return Rollout(ids, given.lengths, Routes.from_tensor(experts, routes.of))

@@ -59,11 +59,10 @@ RECOGNISED = (  # MoE families without a row whose planned FLOPs equal those tha
 FAMILIES = sorted({*DENSE_FAMILIES, *MOE_FAMILIES, *RECOGNISED})
 UNDECLARED_SIZES = ("head_dim",)  # models read it from configs whose class does not declare it
 UNSUPPORTED = {
-    "swin": "its layers see different numbers of tokens",
     "siglip": "it has two towers and pools with an attention of its own",
     "siglip_text_model": "it is half of a model with two towers",
     "siglip_vision_model": "it pools with an attention of its own",
-    "swinv2": "its layers see different numbers of tokens",
+    **dict.fromkeys(("swin", "swinv2"), "its layers see different numbers of tokens"),
     **dict.fromkeys(("clip", "clip_text_model", "clip_vision_model"), "it is a model with two towers, or half of one"),
     **dict.fromkeys(("t5", "bart", "whisper"), "it has an encoder and a decoder"),
     **dict.fromkeys(("deit", "dinov2", "wav2vec2"), "the length of its sequences does not follow from its config alone"),

@@ -181,12 +181,19 @@ class MovedImages:
         return {"pixel_values": self.table[moved].view(pixels.shape), "labels": self.images.labels[numbers]}
 
 
+def _sides(
+    draws: Draws, width: int, height: int, share: tuple[float, float], ratio: tuple[float, float]
+) -> Iterator[tuple[int, int]]:
+    """Yield the sides of random boxes, which may not fit: the share of the area, and the first side to the second."""
+    for _ in range(ATTEMPTS):
+        area = width * height * draws.uniform(*share)
+        drawn = math.exp(draws.uniform(math.log(ratio[0]), math.log(ratio[1])))
+        yield round(math.sqrt(area * drawn)), round(math.sqrt(area / drawn))
+
+
 def crop_box(draws: Draws, width: int, height: int, smallest: float) -> Box:
     """Return a random box with a share of the area from `smallest` to 1; the central square if no box fits."""
-    for _ in range(ATTEMPTS):
-        area = width * height * draws.uniform(smallest, 1.0)
-        ratio = math.exp(draws.uniform(math.log(RATIO[0]), math.log(RATIO[1])))
-        across, down = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+    for across, down in _sides(draws, width, height, (smallest, 1.0), RATIO):
         if 0 < across <= width and 0 < down <= height:
             return draws.below(width - across + 1), draws.below(height - down + 1), across, down
     side = min(width, height)
@@ -198,10 +205,7 @@ def _erase(image: Tensor, probability: float, draws: Draws) -> None:
     if draws.uniform() >= probability:
         return
     channels, height, width = image.shape
-    for _ in range(ATTEMPTS):
-        area = width * height * draws.uniform(*ERASED_SHARE)
-        ratio = math.exp(draws.uniform(math.log(ERASED_RATIO[0]), math.log(ERASED_RATIO[1])))
-        down, across = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+    for down, across in _sides(draws, width, height, ERASED_SHARE, ERASED_RATIO):
         if 0 < across < width and 0 < down < height:
             left, top = draws.below(width - across + 1), draws.below(height - down + 1)
             noise = torch.from_numpy(draws.byte_array(channels, down, across))

@@ -59,25 +59,20 @@ def put_router(model: Any, recipe: Recipe, choice: RouterChoice) -> bool:
     """Give the model the router, in place; return whether the model was dense and has new experts now."""
     sparse, losses = recipe.sparse, Losses(**asdict(recipe.losses))
     k = shared_k(choice.router, sparse.k) if choice.k is None else choice.k
-    if is_moe(model):
+    was_dense = not is_moe(model)
+    if was_dense:
+        if sparse.experts is None:
+            raise ValueError(f"{recipe.model.checkpoint} is a dense model: set sparse.experts to the number of experts.")
+        sizes: dict[str, Any] = {name: getattr(sparse, name) for name in ("experts", "hidden", "shared", "layers", "parts")}
+        how: dict[str, Any] = {"init": initial_experts(recipe), "losses": losses, "router_options": choice.options}
+        sparsify(model, k=k, router=choice.router, **sizes, **how)
+    else:
         _require_no_contradiction(sparse, model, recipe.model.checkpoint)
         if _has_router(model, choice, k):
             set_losses(model, losses)
         else:
             reroute(model, choice.router, k=k, losses=losses, **choice.options)
-        _require_trainable(losses, model)
-        return False
-    if sparse.experts is None:
-        raise ValueError(f"{recipe.model.checkpoint} is a dense model: set sparse.experts to the number of experts.")
-    sizes: dict[str, Any] = {name: getattr(sparse, name) for name in ("experts", "hidden", "shared", "layers", "parts")}
-    how: dict[str, Any] = {"init": initial_experts(recipe), "losses": losses, "router_options": choice.options}
-    sparsify(model, k=k, router=choice.router, **sizes, **how)
-    _require_trainable(losses, model)
-    return True
-
-
-def _require_trainable(losses: Losses, model: Any) -> None:
-    """Raise ValueError if the first training step would refuse a loss of the recipe."""
+    # Refuse now what the first training step would refuse.
     if losses.distillation and any(getattr(layer.block, "teacher", None) is None for layer in moe_layers(model)):
         raise ValueError(
             "losses.distillation compares experts with the dense network that they are copies of, and this recipe has none: "
@@ -85,6 +80,7 @@ def _require_trainable(losses: Losses, model: Any) -> None:
         )
     if losses.consistency:
         require_views_differ(model, losses.word_noise)
+    return was_dense
 
 
 def initial_experts(recipe: Recipe) -> str:
@@ -198,10 +194,6 @@ def preflight(task: Task, choices: Sequence[RouterChoice], *, report_size: bool 
     """
     built = []
     for number, choice in enumerate(choices):
-        try:
-            recipe = choice.recipe(task.recipe)
-        except ValueError as problem:
-            raise ValueError(f"router {choice.name!r} cannot be trained with this recipe: {problem}") from problem
         with torch.device("meta"):
             model = task.initial_model()  # an error here is one of the recipe, not of a router
         if number == 0 and report_size:
@@ -210,6 +202,7 @@ def preflight(task: Task, choices: Sequence[RouterChoice], *, report_size: bool 
             if (warning := task.size_warning(model)) is not None:
                 logger.warning("%s", warning)
         try:
+            recipe = choice.recipe(task.recipe)
             with torch.device("meta"), warnings.catch_warnings(action="ignore"):  # the real model will warn
                 put_router(model, recipe, choice)
             require_one_sequence(model, recipe.robust)

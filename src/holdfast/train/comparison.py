@@ -65,9 +65,9 @@ from holdfast.train.snapshots import (
 from holdfast.train.stages import after_stages
 from holdfast.train.start import checkpoint_identity
 from holdfast.train.summary import summarise, summarise_domains
-from holdfast.train.task import Task
+from holdfast.train.task import Task, require_trainable
 from holdfast.train.task_record import MODEL, TASK, is_trained
-from holdfast.train.training import Effort, require_trainable, train
+from holdfast.train.training import Effort, train
 from holdfast.version import VERSION, origin, versions
 
 PROGRESS_POLL = 0.5  # seconds between two reads of the workers' progress
@@ -293,7 +293,7 @@ class Comparison:
         if (owner := lock.holder()) is not None:
             return owner
         with _deterministic_threads():
-            task = self._after_stages(cell)
+            task = after_stages(self.task_of_cell(cell), self.folder, cell.seed, self.identity())
             model = build_model(task, cell.choice.router, cell.choice.options, seed=cell.seed, k=cell.choice.k)
             require_trainable(task, cell.seed)
             with locked(self.folder, wait=True):  # until the cell is locked too: a run without locks may be replaced
@@ -308,16 +308,6 @@ class Comparison:
                 return self._train_and_store(cell, model, lock, progress) if stored is None else stored
             finally:
                 lock.release()
-
-    def _after_stages(self, cell: Cell) -> Task:
-        """Return the task of a cell, whose model starts from what the stages of the recipe have trained, if it has some."""
-        task = self.task_of_cell(cell)
-        if not task.stages():
-            return task
-        require_trainable(task, cell.seed)
-        with locked(self.folder, wait=True):
-            claim(self.folder, self.identity())
-        return after_stages(task, self.folder, cell.seed)
 
     def _train_and_store(self, cell: Cell, model: Any, lock: Lock, progress: Progress) -> Result:
         """Train a cell under its lock, store its result and return it."""

@@ -192,21 +192,19 @@ def attack_embeddings(
                 flags += _attack(some, kind, one, steps, step, restarts, seed, number)
             found.append(_summary(kind, one, texts, classes) | {"steps": steps, "restarts": restarts, "seed": seed})
     figure = "error, %" if classes else "perplexity"
-    curves = {
-        kind: {
-            "budgets": [one["budget"] for one in found if one["attack"] in ("clean", kind)],
-            "figure": [one["figure"] for one in found if one["attack"] in ("clean", kind)],
-        }
-        for kind in kinds
-    }
+
+    def curve(kind: str) -> dict[str, list[float]]:
+        own = [one for one in found if one["attack"] in ("clean", kind)]
+        return {"budgets": [one["budget"] for one in own], "figure": [one["figure"] for one in own]}
+
+    curves = {kind: curve(kind) for kind in kinds}
+    keys = ("attack", "budget", "figure", "loss", "flipped", "realised")
     return {
         "title": f"{', '.join(kinds)} on embeddings (l2), {found[0]['texts']} texts, {found[0]['tokens']} tokens",
         "caption": "A budget is a share of the length of each token's embedding. What an attack found at a smaller budget "
         "counts at larger ones too. Each is a search: the worst case may be worse.",
         "columns": ["", "budget", figure, "loss, nats", "tokens whose experts change", "largest change"],
-        "rows": [
-            [one["attack"], one["budget"], one["figure"], one["loss"], one["flipped"], one["realised"]] for one in found
-        ],
+        "rows": [[one[key] for key in keys] for one in found],
         "flags": [flag.summary() for flag in dict.fromkeys(flags)],
         "summary": {"attacks": found, "strength": STRENGTH, "norm": "l2", "relative": True},
         "lines": {"x": "largest change, as a share of an embedding's length", "y": figure, "curves": curves},

@@ -33,7 +33,7 @@ from holdfast.train.image_attacks import (
     error_of,
 )
 from holdfast.train.image_task import ImageTask
-from holdfast.train.question_scoring import option_scores
+from holdfast.train.question_scoring import option_scores, right_options
 from holdfast.train.task import AttackTable, Task, without_attack_warnings
 from holdfast.train.vision_language_task import VisionLanguageTask
 
@@ -149,14 +149,13 @@ def _attack_questions(
 
 
 def _batches(model: Any, task: VisionLanguageTask, examples: int) -> Batches:
-    asked = [task.asked["test"][number] for number in task.seeing(examples)]
-    if not asked:
+    seeing, found = task.seeing(examples), []
+    if not seeing:
         raise ValueError("no test question has a picture; there are no pixels to attack.")
-    pictures, found = task.question_set.tests["test"].pictures, []
-    for some in (asked[start : start + BATCH] for start in range(0, len(asked), BATCH)):
-        pixels = pictures.pixels([one.picture for one in some if one.picture is not None]).to(model.device)
-        right = torch.tensor([one.right for one in some], device=model.device)
-        found.append((option_scores(model, some, task.scaling, task.encoder), pixels, right))
+    for numbers in (seeing[start : start + BATCH] for start in range(0, len(seeing), BATCH)):
+        some = [task.asked["test"][number] for number in numbers]
+        right = right_options(some).to(model.device)
+        found.append((option_scores(model, some, task.scaling, task.encoder), task.pixels(numbers).to(model.device), right))
     return found
 
 

@@ -283,4 +283,4 @@ def named_images(
     """Return the images of a folder as test images for a model with these classes."""
     if (channels := getattr(model.config, "num_channels", 3)) != 3:
         raise ValueError(f"{source} has colour images, and the model reads images with {channels} channels.")
-    return unsplit_images(Path(source), classes, size=image_size(model), prepare=prepare, index=index)
+    return unsplit_images(Path(source), classes, image_size(model), prepare, index)

@@ -178,12 +178,11 @@ class ImageTask(Task):
 
     def noisy_examples(self, model: Any, count: int) -> tuple[list[int], Callable[[int], NoisyExample]]:
         images, classify = self.image_set.images("test"), self.classifier(model)
+        size = batch_size(images.shape[-1], model.device)
 
         def example(number: int) -> NoisyExample:
             (pixels,) = images.pixels([number]).to(model.device)
-            return NoisyExample(
-                number, int(images.labels[number]), pixels, classify, batch_size(pixels.shape[-1], model.device)
-            )
+            return NoisyExample(number, int(images.labels[number]), pixels, classify, size)
 
         return evenly_spaced(len(images), count), example
 

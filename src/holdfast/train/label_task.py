@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from holdfast.attacks import AttackedText, Scored, Version
-from holdfast.data import Corpus, Document, ExampleOrder, LabelledText, Order, Tokenizer, text_set
+from holdfast.data import Corpus, Document, LabelledText, Tokenizer, text_set
 from holdfast.data.documents import WORD_SPLITTERS
 from holdfast.data.encoded_texts import EncodedTexts, PairEncoder
 from holdfast.data.labelled_texts import flat_texts
@@ -33,9 +33,8 @@ from holdfast.metrics.tasks import IGNORED, LABEL_METRICS, label_metric, label_m
 from holdfast.metrics.token_routes import MOST_TOKENS, View
 from holdfast.stored import without_nan
 from holdfast.train.recipe import Recipe
-from holdfast.train.start import padding_token, start_model
+from holdfast.train.start import padding_token, recipe_tokenizer, start_model
 from holdfast.train.task import (
-    ATTACKED,
     AttackTable,
     Examples,
     HeldOut,
@@ -102,7 +101,7 @@ class LabelTask(TextsTask):
             documents = [Document("text", text.encode("utf-8", "replace")) for text in texts]
             return Corpus(self.text_set.name, self.text_set.about, {"train": documents})
 
-        self.tokenizer: Tokenizer = known or self._tokenizer(training_texts)
+        self.tokenizer: Tokenizer = known or recipe_tokenizer(recipe, training_texts)
         pad = padding_token(self.tokenizer)
         self.encoder = PairEncoder(self.tokenizer, part.length, pad=pad, types=self._reads_token_types())
         self._attacked_texts: dict[tuple[str, float | None], EncodedTexts | None] = {}  # by robust method and budget
@@ -193,19 +192,9 @@ class LabelTask(TextsTask):
         )
 
     def examples(self, seed: int) -> Examples:
-        training, labels = self.recipe.training, self.labels("train")
-        order = Order(len(labels), training.batch * training.accumulate, seed)
-        steps, attacked, width = training.step_count(len(labels)), self._attacked_training, self.width
-
-        def fetch(order: ExampleOrder, places: Sequence[int]) -> Inputs:
-            numbers = order.at(places)
-            view = {} if attacked is None else attacked.batch(numbers, width)
-            return {
-                **_inputs(self.training, labels, width, numbers),
-                **{f"{ATTACKED}{name}": value for name, value in view.items()},
-            }
-
-        return Examples(order, fetch, steps)
+        labels, attacked, width = self.labels("train"), self._attacked_training, self.width
+        view = None if attacked is None else partial(attacked.batch, width=width)
+        return self._examples(len(labels), seed, partial(_inputs, self.training, labels, width), view)
 
     @property
     def _attacked_training(self) -> EncodedTexts | None:
@@ -237,11 +226,10 @@ class LabelTask(TextsTask):
 
     def score(self, model: Any) -> dict[str, Any]:
         clean, predicted = self._scored(model, self.encoded(self.text_set.texts("test")), "test", routing=True)
+        others = self.text_set.other_tests
+        further = {split: self._scored(model, self.encoded(self.text_set.texts(split)), split)[0] for split in others}
         found: dict[str, Any] = {"clean": {**clean, **self._against_majority(clean)}}
-        for split in self.text_set.other_tests:
-            found["clean"].setdefault("other_tests", {})[split] = self._scored(
-                model, self.encoded(self.text_set.texts(split)), split
-            )[0]
+        found["clean"] |= {"other_tests": further} if further else {}
         found["attacked"] = self._attacked(model, self.attack.texts, clean, predicted, routing=True)
         if self.recipe.attack.rate:
             found["trials"] = {"typos": self._attacked(model, self.attacked_with("typos").texts, clean, predicted)}
@@ -278,7 +266,9 @@ class LabelTask(TextsTask):
         """Return the score of a model on some texts, and its predictions."""
         self._require_metrics_of_labels()
         chosen = ChosenMetrics(self.recipe.metrics)
-        predicted, measured = predict(model, encoded, routing=routing, metrics=chosen, labels=self.labels(split))
+        predicted, logits, measured = predict(model, encoded, routing=routing)
+        if chosen:
+            chosen.update(logits, self.labels(split))
         labels = self.labels(split).numpy()
         metrics = label_metrics(predicted, labels, classes=len(self.text_set.classes))
         found: dict[str, Any] = {**self._score_of(predicted, labels), **metrics, "examples": len(labels)}
@@ -391,18 +381,11 @@ def logits_of_embeddings(model: Any, text: Inputs, scale: float, dtype: torch.dt
 
 
 @torch.no_grad()
-def predict(
-    model: Any,
-    encoded: EncodedTexts,
-    *,
-    routing: bool = False,
-    metrics: ChosenMetrics | None = None,
-    labels: Tensor | None = None,
-) -> tuple[Values, dict[str, Any]]:
-    """Return the predicted class or number of each text, and with `routing` the metrics of the routers without padding.
+def predict(model: Any, encoded: EncodedTexts, *, routing: bool = False) -> tuple[Values, Tensor, dict[str, Any]]:
+    """Return the predicted class or number of each text, the logits, and with `routing` the metrics of the routers.
 
-    Texts of similar length are in one batch, so that there is little padding. A text with NaN logits counts as a
-    class that no text has. `metrics` are updated with the logits and `labels`.
+    Texts of similar length are in one batch, so that there is little padding, which the metrics of routers leave out. A text
+    with NaN logits counts as a class that no text has.
     """
     order = encoded.lengths.argsort(descending=True, stable=True)
     budget = tokens_per_batch(model)
@@ -411,10 +394,8 @@ def predict(
         while start < len(encoded):
             count = max(1, budget // int(encoded.lengths[order[start]]))
             numbers = order[start : start + count]
-            logits = forward(model, encoded.batch(numbers)).logits.float().cpu()
-            best = torch.where(logits.isnan().any(1), logits.shape[1], logits.argmax(1))
-            found.append(logits[:, 0] if logits.shape[1] == 1 else best)
-            if metrics and labels is not None:
-                metrics.update(logits, labels[numbers])
+            found.append(forward(model, encoded.batch(numbers)).logits.float().cpu())
             start += count
-    return torch.cat(found)[order.argsort()].numpy(), measured
+    logits = torch.cat(found)[order.argsort()]
+    best = torch.where(logits.isnan().any(1), logits.shape[1], logits.argmax(1))
+    return (logits[:, 0] if logits.shape[1] == 1 else best).numpy(), logits, measured

@@ -96,8 +96,8 @@ class Experiment:
         return Results(run=run, versions=versions, rows=self.rows, cells=list(map(cell_result, self.cells)))
 
     def cells_of(self, row: Row) -> list[LedgerCell]:
-        settings = [(cell.router, cell.result.get("settings", {})) for cell in self.cells]
-        return [cell for cell, of in zip(self.cells, settings, strict=True) if of == (row.router, row.settings)]
+        wanted = row.router, row.settings
+        return [cell for cell in self.cells if (cell.router, cell.result.get("settings", {})) == wanted]
 
 
 def enter_cells(ledger: Path, comparison: Comparison, results: Sequence[Mapping[str, Any]]) -> list[Path]:

@@ -2,7 +2,7 @@
 
 On a GPU the host prepares steps ahead of it. The loss and the gradient norm of a step are copied to the host in the
 background, and are written to the log when they have arrived (`StepLog`). An interrupted run resumes from its newest
-complete checkpoint; without a GPU it gives the same numbers to the bit. `TrainingStep` does the arithmetic, `checkpoint` the
+complete checkpoint; without a GPU it gives the same numbers to the bit. `TrainingStep` does the arithmetic, `run_folder` the
 files.
 """
 
@@ -30,6 +30,7 @@ from holdfast.train.recipe import TrainingPart
 from holdfast.train.robust_step import RobustLosses
 from holdfast.train.run_folder import (
     LOOP_FILES,
+    Guard,
     NeededFiles,
     TrainingState,
     delete_old_checkpoints,
@@ -59,7 +60,6 @@ LOG = "log.jsonl"
 
 Log = list[dict[str, float]]
 Tick = Callable[[int], None]  # called with the number of finished steps
-Guard = Callable[[], None]  # called before every write; raises if the folder now belongs to another process
 
 logger = logging.getLogger("holdfast")
 

@@ -28,6 +28,7 @@ TOKENS_PER_BATCH = {"cpu": 4096, "cuda": 65536}  # when scoring; at least one ro
 BELOW_ALL = 50.0  # nats: a share of e^-50 of the likelihood changes no float32
 LOGITS_PER_BATCH = 2**28  # at most: 1 GiB of float32
 
+Read = Callable[[Sequence[int], Tensor, Tensor], None]  # of numbers of rows, their logits and last places
 Pictures = Callable[[Sequence[int]], Tensor]  # from numbers of pictures to pixels as the model reads them
 
 
@@ -183,12 +184,7 @@ def wrong_by_generation(answers: Sequence[Row], asked: Sequence[Asked], encoder:
 
 
 def _run(
-    model: Any,
-    rows: Sequence[Row],
-    shown: Sequence[int | None],
-    pictures: Pictures,
-    encoder: QuestionEncoder,
-    read: Callable[[Sequence[int], Tensor, Tensor], None],
+    model: Any, rows: Sequence[Row], shown: Sequence[int | None], pictures: Pictures, encoder: QuestionEncoder, read: Read
 ) -> None:
     """Run the model on rows with their pictures; call `read` with the numbers of rows, their logits and last places."""
     vocabulary = int(model.config.get_text_config().vocab_size)

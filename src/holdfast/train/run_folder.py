@@ -80,6 +80,7 @@ KEPT_CHECKPOINTS = 2  # while a run trains: one to resume from, and an older one
 WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)  # what Python, torch and safetensors raise on a full disk
 
 NeededFiles = Mapping[str, str]  # from what a file contains to the pattern of its name
+Guard = Callable[[], None]  # called before every write; raises if the folder now belongs to another process
 FindDamage = Callable[[Path], str | None]  # returns what is wrong with a checkpoint, or None
 
 logger = logging.getLogger("holdfast")
@@ -294,9 +295,8 @@ def _damaged_files(checkpoint: Path, needed: NeededFiles) -> str | None:
 
 def write_checkpoint_manifest(checkpoint: Path) -> None:
     """Write the manifest: the size and the SHA-256 of every file in the checkpoint."""
-    write_json(
-        checkpoint / MANIFEST, {"format": FORMAT, "files": {file.name: _size_and_hash(file) for file in _files(checkpoint)}}
-    )
+    files = {file.name: _size_and_hash(file) for file in _files(checkpoint)}
+    write_json(checkpoint / MANIFEST, {"format": FORMAT, "files": files})
 
 
 def _files(checkpoint: Path) -> list[Path]:
@@ -324,7 +324,7 @@ def delete_old_checkpoints(folder: Path, step: int, kept: int, best: int | None)
 
 
 @contextmanager
-def writing_checkpoint(checkpoint: Path, guard: Callable[[], None]) -> Iterator[None]:
+def writing_checkpoint(checkpoint: Path, guard: Guard) -> Iterator[None]:
     """If a write inside the `with` fails, remove the checkpoint and raise a one-line OSError.
 
     guard   raises if the folder now belongs to another process: then nothing is removed
@@ -369,12 +369,7 @@ class TrainingState:
 
 
 def write_checkpoint(
-    folder: Path,
-    model: Any,
-    optimizer: torch.optim.Optimizer,
-    state: TrainingState,
-    deltas: dict[str, Tensor],
-    guard: Callable[[], None],
+    folder: Path, model: Any, optimizer: torch.optim.Optimizer, state: TrainingState, deltas: dict[str, Tensor], guard: Guard
 ) -> None:
     """Write a checkpoint of the step in `state`, and delete old ones. If a write fails, raise a one-line OSError."""
     checkpoint = folder / f"checkpoint-{state.global_step}"

@@ -10,8 +10,9 @@ noise. `shown_routes` has the routes of a few test examples for the Explorer of 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
+from operator import ne
 from pathlib import Path
 from typing import Any, final
 
@@ -101,19 +102,11 @@ def evolution(folder: Path, steps: list[int], names: list[str], *, learned: bool
     taken = [read_with_checksum(_file(folder, step)) for step in steps]
     layers = []
     for layer, name in enumerate(names):
-        sets = [snapshot["layers"][layer]["sets"] for snapshot in taken]
-        layers.append(
-            {
-                "layer": layer,
-                "name": name,
-                "fluctuation": [
-                    sum(old != new for old, new in zip(before, after, strict=True)) / len(before)
-                    for before, after in pairwise(sets)
-                ],
-                "graphs": [snapshot["layers"][layer]["graph"] for snapshot in taken],
-                "states": [snapshot["layers"][layer]["metrics"] for snapshot in taken],
-            }
+        sets, graphs, states = (
+            [snapshot["layers"][layer][key] for snapshot in taken] for key in ("sets", "graph", "metrics")
         )
+        flips = [sum(map(ne, *pair)) / len(pair[0]) for pair in pairwise(sets)]
+        layers.append({"layer": layer, "name": name, "fluctuation": flips, "graphs": graphs, "states": states})
     return {"steps": steps, "graph": "learned" if learned else "co-selection", "layers": layers}
 
 
@@ -145,9 +138,9 @@ class ProbeRoutings:
     """The routing of every layer on the probe, on the CPU, and its metrics (`RoutingReport`)."""
 
     names: list[str]
-    layers: list[Routing] = field(default_factory=list)
-    token_mask: list[Tensor | None] = field(default_factory=list)
-    metrics: list[dict[str, Any]] = field(default_factory=list)
+    layers: list[Routing]
+    token_mask: list[Tensor | None]
+    metrics: list[dict[str, Any]]
 
     def cores(self, k: int | Sequence[int]) -> list[Tensor]:
         """Return (T,k) for every layer: the k experts with the largest weights, the sentinel E in unused slots.
@@ -161,20 +154,18 @@ class ProbeRoutings:
 
 def routings_of(model: Any, probe: Inputs) -> ProbeRoutings:
     """Run the model on the probe in evaluation mode and return its routing; the model keeps its mode."""
-    found = ProbeRoutings([])
+    layers, masks = list[Routing](), list[Tensor | None]()
     routers = [module for module in model.modules() if isinstance(module, Router)]
     report = RoutingReport(boundaries={layer: boundary_of(router) for layer, router in enumerate(routers)})
 
     def each(layer: int, routing: Routing, token_mask: Tensor | None) -> None:
         report.each(layer, routing, token_mask)
-        found.layers.append(routing.map_tokens(Tensor.cpu))
-        found.token_mask.append(None if token_mask is None else token_mask.flatten().cpu())
+        layers.append(routing.map_tokens(Tensor.cpu))
+        masks.append(None if token_mask is None else token_mask.flatten().cpu())
 
     with evaluating(model, routing=False), trace(model, each=each) as routes:
         forward(model, probe)
-    found.names.extend(routes.names)
-    found.metrics.extend(report.result()["layers"])
-    return found
+    return ProbeRoutings(routes.names, layers, masks, report.result()["layers"])
 
 
 def experts_per_token(model: Any) -> list[int]:

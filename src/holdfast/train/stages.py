@@ -18,8 +18,9 @@ import torch
 
 from holdfast.locking import locked
 from holdfast.train.loop import TrainingLoop
+from holdfast.train.run_folder import claim
 from holdfast.train.start import checkpoint_identity
-from holdfast.train.task import Task
+from holdfast.train.task import Task, require_trainable
 from holdfast.train.trainer_loop import processes
 from holdfast.version import VERSION
 
@@ -28,11 +29,17 @@ STAGES = "stages"
 logger = logging.getLogger("holdfast")
 
 
-def after_stages(task: Task, folder: Path, seed: int) -> Task:
-    """Train the stages of a task in a folder, and return the task whose model starts from what they have trained."""
+def after_stages(task: Task, folder: Path, seed: int, identity: dict[str, Any]) -> Task:
+    """Train the stages of a task in the folder of a run, and return the task whose model starts from what they have trained.
+
+    identity    of the run, which the folder is claimed for; a task without stages is returned as it is, and claims nothing
+    """
     stages = task.stages()
     if not stages:
         return task
+    require_trainable(task, seed)
+    with locked(folder, wait=True):
+        claim(folder, identity)
     if processes() > 1:
         raise ValueError("the stages before the experts run on one rank: run the command once without torchrun.")
     recipe = task.recipe.describe()
@@ -47,13 +54,8 @@ def after_stages(task: Task, folder: Path, seed: int) -> Task:
         for stage in stages:
             with stage.prepare(model):
                 own = place / stage.name
-                how: dict[str, Any] = {
-                    "seed": seed,
-                    "k": [],
-                    "tick": lambda finished: None,
-                    "guard": partial(lock.require, own),
-                }
-                loop = TrainingLoop(model, stage.task, own, **how)
+                guard = partial(lock.require, own)
+                loop = TrainingLoop(model, stage.task, own, seed=seed, k=[], tick=lambda finished: None, guard=guard)
                 if (left := loop.steps - loop.state.global_step) > 0:
                     logger.info("Stage %s: %s steps.", stage.name, f"{left:,}")
                 loop.run()

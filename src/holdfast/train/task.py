@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, final
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from holdfast.attacks import AttackWarning
-from holdfast.data import Corpus, ExampleOrder, ImageSet, PixelScaling, QuestionSet, TextSet
+from holdfast.data import Corpus, ExampleOrder, HubTokenizer, ImageSet, Order, PixelScaling, QuestionSet, TextSet, Tokenizer
 from holdfast.hub import has_routers, trace
 from holdfast.hub.tracing import require_known_tokens
 from holdfast.metrics import RoutingReport, boundary_of, describe_metrics
@@ -209,6 +208,19 @@ class Task(ABC):
     def examples(self, seed: int) -> Examples:
         """Return the training examples of all steps, in the order that the seed gives."""
 
+    def _examples(
+        self, count: int, seed: int, read: Callable[[Tensor], Inputs], attacked: Callable[[Tensor], Inputs] | None = None
+    ) -> Examples:
+        """Return `count` training examples in the order of a seed, read by their numbers, with an attacked view if given."""
+        training = self.recipe.training
+
+        def fetch(order: ExampleOrder, places: Sequence[int]) -> Inputs:
+            numbers = order.at(places)
+            view = {} if attacked is None else attacked(numbers)
+            return {**read(numbers), **{f"{ATTACKED}{name}": value for name, value in view.items()}}
+
+        return Examples(Order(count, training.batch * training.accumulate, seed), fetch, training.step_count(count))
+
     @abstractmethod
     def validation(self) -> Dataset[Inputs]:
         """Return the held-out examples that select the best checkpoint."""
@@ -246,23 +258,6 @@ class Task(ABC):
         """Return (vocabulary,): how often each token id occurs in the training data; None if there are no token ids."""
         return None
 
-    def attack_words(
-        self,
-        model: Any,
-        kind: str,
-        *,
-        rate: float,
-        seed: int,
-        synonyms: Path | None = None,
-        encoder: Path | None = None,
-    ) -> AttackTable:
-        """Attack the words of the test texts with a registered attack. Raise ValueError if the task has no texts.
-
-        synonyms    a file with synonyms of words, for attacks that take neighbours of words
-        encoder     a folder with a sentence encoder, for attacks that take the similarity of texts
-        """
-        raise ValueError(f"{kind} attacks texts, but {self.not_texts}.")
-
     def noisy_examples(self, model: Any, count: int) -> tuple[list[int], Callable[[int], NoisyExample]]:
         """Return the numbers of so many test examples, evenly spaced, and the function from a number to the example.
 
@@ -275,9 +270,11 @@ class Task(ABC):
         """Raise ValueError if predictions of this model cannot be certified."""
         raise ValueError("this model predicts tokens; predictions are certified for models that classify images or texts.")
 
+    tokenizer: Tokenizer | None = None
+
     def preprocessor(self) -> Any:
         """Return what transformers saves beside a model to read its inputs; None if it has no class for it."""
-        return None
+        return self.tokenizer.tokenizer if isinstance(self.tokenizer, HubTokenizer) else None
 
     audit_tokenizer: Any = None  # of the texts of `audit_inputs`
 
@@ -297,6 +294,26 @@ class Task(ABC):
     @abstractmethod
     def view(self, model: Any) -> View:
         """Return some test examples in readable form, with the routes of their tokens."""
+
+
+def require_trainable(task: Task, seed: int) -> None:
+    """Raise ValueError if the data are not sufficient for training; called before anything is written."""
+    training = task.recipe.training
+    if task.steps * training.batch * training.accumulate >= 2**63:
+        raise ValueError(
+            f"training.steps or training.epochs, with training.batch={training.batch:,} and training.accumulate="
+            f"{training.accumulate:,}, are more than 2^63 examples; make them smaller."
+        )
+    task.examples(seed)
+    task.probe()
+    training.rate_factor(task.steps)
+    training.snapshot_steps(task.steps)
+    if training.needs_validation:
+        task.validation()
+    if training.label_smoothing and task.examples(seed).__getitems__([0])["labels"].is_floating_point():
+        raise ValueError("label smoothing is for classes, and these labels are numbers: set training.label_smoothing to 0.")
+    if training.best_by == "figure" and task.recipe.task in ("text", "vision-language"):
+        raise ValueError("the figure of this task follows from its loss; leave training.best_by out.")
 
 
 def evenly_spaced(count: int, wanted: int) -> list[int]:
@@ -352,22 +369,3 @@ def routing_metrics(model: Any) -> Iterator[dict[str, Any]]:
 def without_attack_warnings() -> AbstractContextManager[Any]:
     """Suppress the warnings of attacks inside the `with`: the same flags are stored with the result."""
     return warnings.catch_warnings(action="ignore", category=AttackWarning)
-
-
-def table_of_rates(kind: str, rates: Sequence[float], tables: Sequence[AttackTable]) -> AttackTable:
-    """Return the tables of an attack on texts at several rates, ascending, as one with the curve of the first figure."""
-    first = tables[0]
-    clean, figures = first["rows"][0], [table["rows"][1][1] for table in tables]
-    line = {"budgets": [0.0, *rates], "figure": [clean[1], *figures]}
-    found = {**first, "lines": {"x": "rate", "y": first["columns"][1], "curves": {kind: line}}}
-    if len(tables) == 1:
-        return found
-    # Which words are untouched depends on the rate, so each rate has a clean row of its own.
-    return found | {
-        "title": "; ".join(table["title"] for table in tables),
-        "caption": None,
-        "columns": ["", "rate", *first["columns"][1:]],
-        "rows": [[row[0], rate, *row[1:]] for rate, table in zip(rates, tables, strict=True) for row in table["rows"]],
-        "flags": [flag for table in tables for flag in table["flags"]],
-        "summary": {"attacks": [table["summary"] for table in tables]},
-    }

@@ -19,17 +19,16 @@ from torch.utils.data import Dataset
 
 from holdfast.attacks import AttackedText, Scored, Version, attack_texts, find_attack, swap_words, swappable, words_in
 from holdfast.attacks.text import Span, Spans
-from holdfast.data import Blocks, Corpus, Document, ExampleOrder, Order, Tokenizer, corpus, tokenizer
+from holdfast.data import Blocks, Document, Tokenizer, corpus
 from holdfast.data.encoded_texts import EncodedTexts
-from holdfast.data.tokenizers import HubTokenizer, Vocabulary, token_texts
+from holdfast.data.tokenizers import Vocabulary, token_texts
 from holdfast.hub.tracing import require_known_tokens, require_positions
 from holdfast.metrics import ChosenMetrics, block_losses, cost_of_attack, token_nll
 from holdfast.metrics.token_routes import MOST_TOKENS, Example, View, tokens_to_show
 from holdfast.train.recipe import TEXT_METHODS, Recipe
 from holdfast.train.snapshots import Changed, record_routes, shown_routes
-from holdfast.train.start import start_model, start_tokenizer
+from holdfast.train.start import recipe_tokenizer, start_model
 from holdfast.train.task import (
-    ATTACKED,
     AttackTable,
     Examples,
     HeldOut,
@@ -69,16 +68,6 @@ class TextsTask(Task):
         """Return the spans of tokens that an attack may change as a whole only; None: it may change every letter."""
         return None
 
-    def _tokenizer(self, training: Callable[[], Corpus]) -> Tokenizer:
-        """Return the tokeniser of the recipe's checkpoint, or a new one from the `training` texts."""
-        part = self.recipe.data
-        if self.recipe.model.checkpoint is not None:
-            return start_tokenizer(self.recipe.model.checkpoint, part.tokens)
-        return tokenizer(training(), part.tokens or "words", size=part.vocabulary)
-
-    def preprocessor(self) -> Any:
-        return self.tokenizer.tokenizer if isinstance(self.tokenizer, HubTokenizer) else None
-
     def token_counts(self) -> Tensor:
         return torch.bincount(self.training.tokens.long(), minlength=len(self.tokenizer))
 
@@ -98,29 +87,18 @@ class TextsTask(Task):
         """Return the test texts under the attack of this name, by default at the recipe's rate; `guides` read the model."""
         texts, keys = self.test_texts()
         rate = self.recipe.attack.rate if rate is None else rate
-        return self._attack(name, texts, keys, self.pieces, rate=rate, seed=seed, **(guides or {}))
+        return self._attack(name, texts, keys=keys, pieces=self.pieces, rate=rate, seed=seed, **(guides or {}))
 
-    def _attack(
-        self,
-        name: str,
-        texts: list[str],
-        keys: list[str] | None,
-        pieces: Callable[[], list[Spans] | None],
-        *,
-        rate: float,
-        seed: int,
-        **guides: Any,
-    ) -> AttackedText:
-        """Return texts under the attack of this name; `keys` and `pieces` are those of `test_texts` and `pieces`."""
+    def _attack(self, name: str, texts: list[str], **how: Any) -> AttackedText:
+        """Return texts under the attack of this name; `how` are options of `attack_texts`."""
 
         def known_words() -> list[str]:
             # Tokenisers without a vocabulary of words can encode every word.
             known = self.tokenizer.words if isinstance(self.tokenizer, Vocabulary) else None
             return swappable(known) if known else words_in(texts)
 
-        how: dict[str, Any] = {"keys": keys, "words": known_words, "pieces": pieces, **guides}
         with without_attack_warnings():
-            return attack_texts(find_attack(name, "text"), texts, rate=rate, seed=seed, **how)
+            return attack_texts(find_attack(name, "text"), texts, words=known_words, **how)
 
     def _attacked_training_texts(
         self, texts: list[str], keys: list[str] | None = None, pieces: list[Spans] | None = None
@@ -129,8 +107,8 @@ class TextsTask(Task):
         part = self.recipe.robust
         if part.method not in TEXT_METHODS or part.budget is None:
             return None
-        attack = self._attack(part.method, texts, keys, lambda: pieces, rate=part.budget, seed=TRAINING_ATTACK_SEED)
-        return list(attack.texts)
+        how: dict[str, Any] = {"keys": keys, "pieces": lambda: pieces, "rate": part.budget, "seed": TRAINING_ATTACK_SEED}
+        return list(self._attack(part.method, texts, **how).texts)
 
     def described_attack(self) -> str:
         """Return the attack of the recipe in a sentence."""
@@ -139,31 +117,6 @@ class TextsTask(Task):
         if self.recipe.attack.name not in (None, WORD_SWAP):
             return f"{self.attack.attack}: {share}"
         return f"a swap of {share} for {self.attack.options.get('token', others)}"
-
-    def attack_words(
-        self,
-        model: Any,
-        kind: str,
-        *,
-        rate: float,
-        seed: int,
-        synonyms: Path | None = None,
-        encoder: Path | None = None,
-    ) -> AttackTable:
-        for keyword, given in (("neighbours", synonyms), ("similarity", encoder)):
-            if given is not None and keyword not in find_attack(kind, "text").keywords:
-                raise ValueError(f"{kind} does not read {given}: it takes no {keyword}.")
-        guides: dict[str, Any] = {
-            "score": lambda: self._score(model),
-            "neighbours": lambda: read_synonyms(synonyms) if synonyms else embedding_neighbours(model, self.tokenizer),
-            "similarity": (lambda: sentence_similarity(encoder, model.device)) if encoder else None,
-            "passages": self.passages,
-        }
-        with evaluating(model, routing=False):
-            attack = self.attacked_with(kind, rate=rate, seed=seed, guides=guides)
-        title = f"{attack.attack}: {attack.changed} of {sum(attack.words)} words, {attack.realised:.2%}"
-        flags = [flag.summary() for flag in attack.flags]
-        return {"title": title, "flags": flags, **self._attack_table(model, kind, attack)}
 
     @abstractmethod
     def _score(self, model: Any) -> Callable[[int, Sequence[Version]], Scored]:
@@ -185,6 +138,57 @@ class TextsTask(Task):
         texts = [ids[rows // length == text].tolist() for text in (rows // length).unique().tolist()]
         examples = [Example(token_texts(self.tokenizer.decode, text)) for text in texts]
         return View(examples, shown_routes(model, inputs, recorded, [rows] * len(recorded.routings), changed or {}))
+
+
+def attack_words(
+    model: Any,
+    task: Task,
+    kind: str,
+    rates: Sequence[float],
+    *,
+    seed: int,
+    synonyms: Path | None = None,
+    encoder: Path | None = None,
+) -> AttackTable:
+    """Attack the words of the test texts with a registered attack, at one rate or several; the rates are ascending.
+
+    Return one table, with the curve of its first figure. Raise ValueError if the task has no texts.
+
+    synonyms    a file with synonyms of words, for attacks that take neighbours of words
+    encoder     a folder with a sentence encoder, for attacks that take the similarity of texts
+    """
+    if not isinstance(task, TextsTask):
+        raise ValueError(f"{kind} attacks texts, but {task.not_texts}.")
+    for keyword, given in (("neighbours", synonyms), ("similarity", encoder)):
+        if given is not None and keyword not in find_attack(kind, "text").keywords:
+            raise ValueError(f"{kind} does not read {given}: it takes no {keyword}.")
+    guides: dict[str, Any] = {
+        "score": lambda: task._score(model),
+        "neighbours": lambda: read_synonyms(synonyms) if synonyms else embedding_neighbours(model, task.tokenizer),
+        "similarity": (lambda: sentence_similarity(encoder, model.device)) if encoder else None,
+        "passages": task.passages,
+    }
+    tables = []
+    for rate in rates:
+        with evaluating(model, routing=False):
+            attack = task.attacked_with(kind, rate=rate, seed=seed, guides=guides)
+        title = f"{attack.attack}: {attack.changed} of {sum(attack.words)} words, {attack.realised:.2%}"
+        flags = [flag.summary() for flag in attack.flags]
+        tables.append({"title": title, "flags": flags, **task._attack_table(model, kind, attack)})
+    first = tables[0]
+    line = {"budgets": [0.0, *rates], "figure": [first["rows"][0][1], *(table["rows"][1][1] for table in tables)]}
+    found = {**first, "lines": {"x": "rate", "y": first["columns"][1], "curves": {kind: line}}}
+    if len(tables) == 1:
+        return found
+    # Which words are untouched depends on the rate, so each rate has a clean row of its own.
+    return found | {
+        "title": "; ".join(table["title"] for table in tables),
+        "caption": None,
+        "columns": ["", "rate", *first["columns"][1:]],
+        "rows": [[row[0], rate, *row[1:]] for rate, table in zip(rates, tables, strict=True) for row in table["rows"]],
+        "flags": [flag for table in tables for flag in table["flags"]],
+        "summary": {"attacks": [table["summary"] for table in tables]},
+    }
 
 
 def tokens_per_batch(model: Any) -> int:
@@ -231,7 +235,7 @@ class TextTask(TextsTask):
     def __init__(self, recipe: Recipe, folder: Path | None = None, *, known: Tokenizer | None = None) -> None:
         self.recipe = recipe
         self.source = self.corpus = corpus(recipe.data.source, folder=folder, column=recipe.data.text)
-        self.tokenizer = self.audit_tokenizer = known or self._tokenizer(lambda: self.corpus)
+        self.tokenizer = self.audit_tokenizer = known or recipe_tokenizer(recipe, lambda: self.corpus)
         self._attacked_tokens: dict[tuple[str, float | None], Tensor] = {}  # of training texts, by robust method and budget
 
     def audit_inputs(self, tokens: int) -> Iterator[str]:
@@ -259,17 +263,9 @@ class TextTask(TextsTask):
         return model
 
     def examples(self, seed: int) -> Examples:
-        blocks, training = _require_full_block(self.training), self.recipe.training
-        order = Order(blocks.whole, training.batch * training.accumulate, seed)  # without the padded block at the end
-        steps, attacked = training.step_count(blocks.whole), self._attacked_training
-        if attacked is None:
-            return Examples(order, lambda order, places: _inputs(blocks, order.at(places)), steps)
-
-        def fetch(order: ExampleOrder, places: Sequence[int]) -> Inputs:
-            numbers = order.at(places)
-            return {**_inputs(blocks, numbers), f"{ATTACKED}input_ids": attacked.batch(numbers).inputs}
-
-        return Examples(order, fetch, steps)
+        blocks, attacked = _require_full_block(self.training), self._attacked_training
+        view = None if attacked is None else lambda numbers: {"input_ids": attacked.batch(numbers).inputs}
+        return self._examples(blocks.whole, seed, partial(_inputs, blocks), view)  # without the padded block at the end
 
     @property
     def _attacked_training(self) -> Blocks | None:

@@ -16,11 +16,12 @@ from torch.utils.data import SequentialSampler
 from holdfast.files import append, remove_folder, require_no_links, require_no_links_inside, write_atomically
 from holdfast.hub.folder_files import check_folder
 from holdfast.train.augmentation import soft_labels
-from holdfast.train.loop import LOG, Guard, Log, Tick, as_json_lines, require_finite_weights, resume_point, unchanged
+from holdfast.train.loop import LOG, Log, Tick, as_json_lines, require_finite_weights, resume_point, unchanged
 from holdfast.train.recipe import TrainingPart
 from holdfast.train.run_folder import (
     KEPT_CHECKPOINTS,
     TRAINER_FILES,
+    Guard,
     delete_old_checkpoints,
     reading_checkpoint,
     write_checkpoint_manifest,

@@ -26,14 +26,14 @@ from holdfast.locking import locked, require_unlocked
 from holdfast.planning.model_shape import counting
 from holdfast.planning.planning import CONFIG_ERRORS
 from holdfast.train.building import build_model, explain_failed_forward, preflight
-from holdfast.train.loop import Guard, Log, Tick, TrainingLoop
+from holdfast.train.loop import Log, Tick, TrainingLoop
 from holdfast.train.recipe import Recipe, RouterChoice
-from holdfast.train.run_folder import claim, prepare, require_own
+from holdfast.train.run_folder import Guard, claim, prepare, require_own
 from holdfast.train.saved_model import make_task, save_trained
 from holdfast.train.snapshots import experts_per_token
 from holdfast.train.stages import after_stages
 from holdfast.train.start import checkpoint_identity
-from holdfast.train.task import Inputs, Task, evaluating, forward
+from holdfast.train.task import Inputs, Task, evaluating, forward, require_trainable
 from holdfast.train.task_record import MODEL, TASK
 from holdfast.train.trainer_loop import is_first_rank, processes, train_with_trainer
 from holdfast.version import VERSION
@@ -64,21 +64,12 @@ class SingleRun:
         router = {"router": self.choice.describe(), "seed": self.seed}
         return {"holdfast": VERSION, **router, **same, **({"plugins": plugins} if plugins else {})}
 
-    def _after_stages(self) -> Task:
-        """Return the task whose model starts from what the stages of the recipe have trained, if it has some."""
-        if not self.task.stages():
-            return self.task
-        require_trainable(self.task, self.seed)
-        with locked(self.folder, wait=False):
-            claim(self.folder, self.identity())
-        return after_stages(self.task, self.folder, self.seed)
-
-    def run(self, tick: Tick | None = None, report_to: tuple[str, ...] = ()) -> Log:
+    def run(self, tick: Tick = lambda finished: None, report_to: tuple[str, ...] = ()) -> Log:
         """Train the model, save it in the folder and return the log."""
         if is_first_rank():
             require_unlocked(self.folder)
         preflight(self.task, [self.choice])
-        task = self._after_stages()
+        task = after_stages(self.task, self.folder, self.seed, self.identity())
         model = build_model(task, self.choice.router, self.choice.options, seed=self.seed, k=self.choice.k)
         require_trainable(self.task, self.seed)
         place = self.folder / "training"
@@ -94,26 +85,6 @@ class SingleRun:
         return log
 
 
-def require_trainable(task: Task, seed: int) -> None:
-    """Raise ValueError if the data are not sufficient for training; called before anything is written."""
-    training = task.recipe.training
-    if task.steps * training.batch * training.accumulate >= 2**63:
-        raise ValueError(
-            f"training.steps or training.epochs, with training.batch={training.batch:,} and training.accumulate="
-            f"{training.accumulate:,}, are more than 2^63 examples; make them smaller."
-        )
-    task.examples(seed)
-    task.probe()
-    training.rate_factor(task.steps)
-    training.snapshot_steps(task.steps)
-    if training.needs_validation:
-        task.validation()
-    if training.label_smoothing and task.examples(seed).__getitems__([0])["labels"].is_floating_point():
-        raise ValueError("label smoothing is for classes, and these labels are numbers: set training.label_smoothing to 0.")
-    if training.best_by == "figure" and task.recipe.task in ("text", "vision-language"):
-        raise ValueError("the figure of this task follows from its loss; leave training.best_by out.")
-
-
 def train(
     model: Any,
     task: Task,
@@ -121,7 +92,7 @@ def train(
     *,
     seed: int,
     k: int | Sequence[int],
-    tick: Tick | None = None,
+    tick: Tick = lambda finished: None,
     report_to: tuple[str, ...] = (),
     guard: Guard = lambda: None,
     trainer: bool = False,
@@ -138,8 +109,7 @@ def train(
     def count(finished: int) -> None:
         if is_first_rank():
             pace(finished)
-        if tick is not None:
-            tick(finished)
+        tick(finished)
 
     how: dict[str, Any] = {"seed": seed, "k": k, "tick": count, "guard": guard}
     try:
@@ -247,11 +217,11 @@ class Effort:
         }
 
 
-def step_seconds(times: Sequence[float], window: int = WINDOW) -> float | None:
+def step_seconds(times: Sequence[float]) -> float | None:
     """Return the median time of a step over windows of steps, so that a checkpoint or a validation does not count."""
     if len(times) < 2:
         return None
-    steps = min(window, len(times) - 1)
+    steps = min(WINDOW, len(times) - 1)
     return statistics.median((end - begin) / steps for begin, end in zip(times, times[steps:], strict=False))
 
 

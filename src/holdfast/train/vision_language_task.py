@@ -36,13 +36,13 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
 
 from holdfast.attacks import CORRUPTIONS, corrupt, misspell
-from holdfast.data import Document, Order, PixelScaling, QuestionSet, Tokenizer, question_set
+from holdfast.data import Document, PixelScaling, QuestionSet, Tokenizer, question_set
 from holdfast.data.documents import Corpus
 from holdfast.data.encoded_texts import IGNORED, QuestionEncoder, Row
 from holdfast.data.images import Images
 from holdfast.data.question_files import read_tests
 from holdfast.data.questions import PICTURE, Question, cell_targets, prior_error
-from holdfast.data.tokenizers import HubTokenizer, token_texts, tokenizer
+from holdfast.data.tokenizers import token_texts
 from holdfast.errors import unknown_name
 from holdfast.hub import has_routers
 from holdfast.hub.tracing import layers_of_images, require_positions
@@ -63,7 +63,7 @@ from holdfast.train.question_scoring import (
 )
 from holdfast.train.recipe import Recipe, StagePart
 from holdfast.train.snapshots import Changed, record_routes, shown_routes
-from holdfast.train.start import padding_token, start_model, start_scaling, start_tokenizer
+from holdfast.train.start import padding_token, recipe_tokenizer, start_model, start_scaling
 from holdfast.train.task import (
     Examples,
     HeldOut,
@@ -133,16 +133,12 @@ class VisionLanguageTask(Task):
             found = found.with_tests(read_tests(recipe.data.tests, size))
         self.source = self.question_set = _checked(found)
         self.scaling = start_scaling(recipe.model) if scaling is None else scaling
-        self.tokenizer: Tokenizer = known or self._tokenizer()
+        self.tokenizer: Tokenizer = known or recipe_tokenizer(recipe, self._training_texts)
         self._trained = model
         self.stage: str | None = None  # the stage that `examples` are for; None: the experts
         self._corrupted: Corrupted | None = None  # the same for all models
 
-    def _tokenizer(self) -> Tokenizer:
-        """Return the tokeniser of the recipe's checkpoint, or a new one from the training dialogues."""
-        part = self.recipe.data
-        if self.recipe.model.checkpoint is not None:
-            return start_tokenizer(self.recipe.model.checkpoint, part.tokens)
+    def _training_texts(self) -> Corpus:
         train = self.question_set.dialogues("train")
         said = (
             f"USER: {text.replace(PICTURE, '')} ASSISTANT: {answer}\n"
@@ -150,8 +146,7 @@ class VisionLanguageTask(Task):
             for text, answer in one.turns
         )
         # Options are shown with letters: all letters and options are words of some training question.
-        corpus = Corpus("dialogues", "", {"train": [Document("dialogues", "".join(said).encode("utf-8", "replace"))]})
-        return tokenizer(corpus, part.tokens or "words", size=part.vocabulary)
+        return Corpus("dialogues", "", {"train": [Document("dialogues", "".join(said).encode("utf-8", "replace"))]})
 
     @property
     def pictures(self) -> Images:
@@ -175,7 +170,8 @@ class VisionLanguageTask(Task):
         else:
             # One more token than the tokeniser has: that of pictures.
             given = {"text_config": {"vocab_size": len(self.tokenizer) + 1}, "vision_config": {"image_size": size}}
-            part = replace(part, config=_merged(_required(part.config), given))
+            own = _required(part.config)
+            part = replace(part, config={**own, **{name: {**sizes, **own[name]} for name, sizes in given.items()}})
             if part.family != "llava":
                 raise ValueError(f"model.family is {part.family}; the task vision-language trains llava models.")
             is_clip = part.config["vision_config"].get("model_type", "").startswith("clip")
@@ -218,9 +214,6 @@ class VisionLanguageTask(Task):
     def state(self) -> dict[str, Any]:
         scaling = {} if self.scaling == PixelScaling() else {"scaling": asdict(self.scaling)}
         return {"tokenizer": self.tokenizer.describe(), "checksum": self.question_set.checksum, **scaling}
-
-    def preprocessor(self) -> Any:
-        return self.tokenizer.tokenizer if isinstance(self.tokenizer, HubTokenizer) else None
 
     # Training
 
@@ -279,11 +272,10 @@ class VisionLanguageTask(Task):
         return Stage(name, task, prepare)
 
     def examples(self, seed: int) -> Examples:
-        training, numbers = self.recipe.training, self._numbers()
-        order = Order(len(numbers), training.batch * training.accumulate, seed)
+        numbers = self._numbers()
         own = {"language": self._texts, "vision": self._cells, "captions": self._captions}
-        read = own.get(str(self.stage), self._answers)
-        return Examples(order, lambda order, places: read(numbers[order.at(places)]), training.step_count(len(numbers)))
+        read = own.get(str(self.stage), partial(self._inputs, "train", self.training, width=self.width))
+        return self._examples(len(numbers), seed, lambda chosen: read(numbers[chosen]))
 
     def _numbers(self) -> Tensor:
         """Return the numbers of the training dialogues that the stage learns from; others have no gradient."""
@@ -299,9 +291,6 @@ class VisionLanguageTask(Task):
                     f"{self.recipe.data.length} tokens; set it to more, or leave out the stage."
                 )
         return torch.tensor(found, device="cpu")
-
-    def _answers(self, numbers: Tensor) -> Inputs:
-        return self._inputs("train", self.training, numbers, self.width)
 
     def _inputs(
         self, split: str, encoded: Sequence[tuple[Row, list[bool]]], numbers: Tensor, width: int | None = None
@@ -394,6 +383,11 @@ class VisionLanguageTask(Task):
         seeing = [number for number, one in enumerate(self.asked["test"]) if one.picture is not None]
         return [seeing[place] for place in evenly_spaced(len(seeing), count)]
 
+    def pixels(self, numbers: Sequence[int]) -> Tensor:
+        """Return the pictures of these test questions, which all have one."""
+        shown = [self.asked["test"][number].picture for number in numbers]
+        return self.pictures.pixels([one for one in shown if one is not None])
+
     def _corruptions(self, model: Any) -> dict[str, Any]:
         """Return the mean error over corruptions and severities, the error by corruption, and the share of other answers."""
         encoder, asked = self.encoder, [self.asked["test"][number] for number in self.seeing(self._corrupted_count)]
@@ -408,23 +402,14 @@ class VisionLanguageTask(Task):
         found = {(name, one): answers(corrupted.images(name, one)) for name in CORRUPTIONS for one in severities}
         each = {name: fmean(error_of(found[name, one] != right) for one in severities) for name in CORRUPTIONS}
         every, clean = torch.stack(list(found.values())), answers(corrupted.pixels)
-        changed = float((every != clean).double().mean())
         counted = {"figure": fmean(each.values()), "clean": error_of(clean != right), "examples": len(asked)}
-        how = {"severities": severities, "note": FROST}
-        return {
-            **counted,
-            **how,
-            "predictions_changed": changed,
-            "each": each,
-            "per_example": per_image((every != right).double().mean(0)),
-        }
+        how = {"severities": severities, "note": FROST, "predictions_changed": float((every != clean).double().mean())}
+        return {**counted, **how, "each": each, "per_example": per_image((every != right).double().mean(0))}
 
     def _corrupted_pictures(self) -> Corrupted:
         """Return the pictures of the questions that are asked with corrupted pictures, in their order."""
         if self._corrupted is None:
-            numbers = [self.asked["test"][number].picture for number in self.seeing(self._corrupted_count)]
-            pictures = self.question_set.tests["test"].pictures
-            self._corrupted = Corrupted(pictures.pixels([one for one in numbers if one is not None]))
+            self._corrupted = Corrupted(self.pixels(self.seeing(self._corrupted_count)))
         return self._corrupted
 
     def _reworded(self, model: Any) -> dict[str, Any]:
@@ -467,8 +452,8 @@ class VisionLanguageTask(Task):
 
     def _few(self, count: int) -> Inputs:
         some = [self.asked["test"][number] for number in self.seeing(count)]
-        pictures = self._read(self.question_set.tests["test"].pictures)
-        return with_pictures(self.encoder.batch([one.row for one in some]), [one.picture for one in some], pictures)
+        rows = self.encoder.batch([one.row for one in some])
+        return with_pictures(rows, [one.picture for one in some], self._read(self.pictures))
 
     def audit_inputs(self, tokens: int) -> Iterator[Inputs]:
         every = self._few(AUDIT)
@@ -493,9 +478,7 @@ class VisionLanguageTask(Task):
             own = ids[rows[rows // width == number]]
             texts = iter(token_texts(self.tokenizer.decode, own[own != self.encoder.picture].tolist()))
             examples.append(Example(["▦" if token == self.encoder.picture else next(texts) for token in own.tolist()]))
-        pictures = [self.asked["test"][number].picture for number in self.seeing(count)]
-        pixels = self.question_set.tests["test"].pictures.pixels([one for one in pictures if one is not None])
-        severity = max(self.recipe.attack.severities)
+        severity, pixels = max(self.recipe.attack.severities), self.pixels(self.seeing(count))
         other = {"pixel_values": self.scaling(corrupt(pixels, VIEWED, severity=severity, seed=ATTACK_SEED).images)}
         changed = Changed(f"{VIEWED} of severity {severity} on each picture", {**inputs, **other})
         return View(examples, shown_routes(model, inputs, recorded, found, {"corruption": changed}))
@@ -546,10 +529,6 @@ def _required(config: Mapping[str, Any]) -> dict[str, Any]:
             if not hasattr(usual, key) and key not in CONVERTED:
                 raise ValueError(f"model.config.{name}.{key}: {unknown_name('entry', key, usual.to_dict())}")
     return dict(config)
-
-
-def _merged(config: Mapping[str, Any], given: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    return {**config, **{name: {**entries, **config[name]} for name, entries in given.items()}}
 
 
 def patch_tokens(model: Any) -> int:

@@ -5,6 +5,7 @@ One YAML file for each paper lies beside this module, with a preset for each tab
     recipe, set, routers, seeds    the paper's experiment, as `holdfast compare` takes it; or `command`, for tables of cost;
                                    or neither, if `needs` says why it cannot be run here
     domains                        how many domains its data have, if each is held out in turn
+    hours                          GPU hours of all cells, as `benchmarks/paper_hours.py` counts them
     start                          the preset of the same paper whose trained cells each router starts from
     rehearsal                      a small recipe that trains the same routers in minutes
     published                      the figures as printed; a column says which of our numbers belongs to it
@@ -35,6 +36,7 @@ from holdfast.train.recipe import Recipe, RouterChoice, TrainingPart, from_yaml,
 
 ALTERNATIVES = {"training.epochs": "training.steps", "training.steps": "training.epochs"}  # a recipe has one of them
 PAPERS = ("symphony", "mutual", "acmoe", "smoothing")
+RATE = 8e13  # FLOPs a second: an H200 that trained six models of 32 million parameters on enwik8 at a time had this rate
 OF_CELLS: dict[str, Callable[[list[float]], float]] = {"cell": fmean, "lowest": min, "highest": max}
 # A number of our results.
 OURS = re.compile(r"(100 [-*] )?(parameters|clean|attacked|bits|(shift|attack|cell|lowest|highest):[\w. -]+)")
@@ -97,6 +99,7 @@ class Preset:
     seeds: int = 1
     sweep: dict[str, list[Any]] = field(default_factory=dict)  # of which the paper reports the best for each router
     domains: int = 1  # of which each is held out in turn
+    hours: float | None = None  # of a GPU that computes with `RATE`, for all cells
     start: str | None = None
     rehearsal: Rehearsal | None = None
     command: str | None = None

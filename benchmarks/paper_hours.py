@@ -1,18 +1,23 @@
-"""What the experiment of a paper needs: GPU hours, counted by `holdfast.plan`."""
+"""Count the GPU hours of the papers' experiments with `holdfast.plan`, and write them into the presets.
+
+python benchmarks/paper_hours.py    # a minute; afterwards `git diff` shows what has changed
+"""
 
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from dataclasses import asdict, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from holdfast.planning.planning import Workload, plan
-from holdfast.train.papers import find_preset
+from holdfast.train import papers
+from holdfast.train.papers import PAPERS, RATE, find_preset, load_papers
 from holdfast.train.recipe import ModelPart, Recipe, load_recipe
 
-RATE = 8e13  # FLOPs a second: an H200 that trained six models of 32 million parameters on enwik8 at a time had this rate
 EXAMPLES = {  # training images, texts or dialogues of sources that epochs are counted of
     "imagenet": 1_281_167,
     "cifar10": 50_000,
@@ -163,3 +168,19 @@ def _dialogue_flops(described: str) -> float:
         workload=Workload(sequence=length + patches),
     )
     return of_picture + planned.columns[0].training.total * planned.sequence
+
+
+def main() -> None:
+    for paper in PAPERS:
+        file = Path(papers.__file__).with_name(f"{paper}.yaml")
+        text = re.sub(r"^    hours: .*\n", "", file.read_text(), flags=re.MULTILINE)
+        for name, preset in load_papers()[paper].presets.items():
+            if preset.recipe is not None and (hours := gpu_hours(f"{paper}:{name}")) is not None:
+                heading = rf"(^  {re.escape(name)}:\n    title: .*\n)"
+                text, count = re.subn(heading, rf"\g<1>    hours: {hours:.6g}\n", text, flags=re.MULTILINE)
+                assert count == 1, f"{paper}:{name} has one line with its title"
+        file.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
