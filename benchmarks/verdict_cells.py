@@ -319,8 +319,8 @@ class Model:
 
     def certified(self, written: Mapping[str, Any]) -> dict[str, Any]:
         """Return the certified predictions of some test examples, and the attacks on their votes."""
-        from holdfast.train.certified_predictions import NamedModel, certify_models
-        from holdfast.train.prediction_report import PredictionSettings
+        from holdfast.train.certified_predictions import certify_models
+        from holdfast.train.prediction_report import NamedModel, PredictionSettings
 
         settings: PredictionSettings = from_mapping(PredictionSettings, dict(written))
         named = NamedModel(str(self.folder), self.cell.choice.name, self.cell.seed)

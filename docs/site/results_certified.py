@@ -71,7 +71,7 @@ def _model(stored: dict[str, Any]) -> CertifiedModel:
         )
         for values in zip(*(columns[name] for name in names), strict=True)
     ]
-    return CertifiedModel("", stored["router"], stored["seed"], {}, examples)
+    return CertifiedModel(path="", router=stored["router"], seed=stored["seed"], examples=examples)
 
 
 def certified_difference(report: PredictionReport, label: str, radius: float) -> Difference | None:

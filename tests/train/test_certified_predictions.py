@@ -18,10 +18,10 @@ from holdfast.hub import trace
 from holdfast.routing import create_router
 from holdfast.train import Comparison, Recipe, make_task, parse_routers
 from holdfast.train.building import build_model
-from holdfast.train.certified_predictions import NamedModel, certify_example, certify_models, models_at
+from holdfast.train.certified_predictions import certify_example, certify_models, models_at
 from holdfast.train.image_task import ImageTask
 from holdfast.train.label_task import LabelTask, embedding_size
-from holdfast.train.prediction_report import PredictionReport, PredictionSettings
+from holdfast.train.prediction_report import NamedModel, PredictionReport, PredictionSettings
 from holdfast.train.recipe import change_recipe
 from holdfast.train.run_folder import write_with_checksum
 from holdfast.train.saved_model import load_model
@@ -199,14 +199,14 @@ def test_a_router_that_reads_other_copies_is_refused_or_skipped_beside_others(tm
 def test_the_cells_of_a_comparison_come_in_the_order_of_its_results(tmp_path: Path) -> None:
     for router, seed in (("ac", 1), ("ac", 0), ("smoe", 0), ("smoe", 1)):
         result = {"router": router, "seed": seed, "settings": {"sparse.k": 2}}
-        write_with_checksum(tmp_path / "cells" / f"{router}-seed{seed}" / "result.json", result)
+        write_with_checksum(tmp_path / "cells" / f"{router}-sparse.k=2-seed{seed}" / "result.json", result)
     rows = [{"router": "smoe", "settings": {"sparse.k": 2}}, {"router": "ac", "settings": {"sparse.k": 2}}]
     (tmp_path / "results.json").write_text(json.dumps({"rows": rows}))
     found = models_at(str(tmp_path))
     assert [(one.router, one.seed) for one in found] == [("smoe", 0), ("smoe", 1), ("ac", 0), ("ac", 1)]
-    assert found[2].path == str(tmp_path / "cells" / "ac-seed0") and found[2].file == "ac-seed0.jsonl"
+    assert found[2].path == str(tmp_path / "cells" / "ac-sparse.k=2-seed0")
     assert found[0].settings == {"sparse.k": 2}
-    (only,) = models_at(str(tmp_path / "cells" / "smoe-seed1"))
+    (only,) = models_at(str(tmp_path / "cells" / "smoe-sparse.k=2-seed1"))
     assert (only.router, only.seed) == ("smoe", 1)
     (tmp_path / "empty" / "cells").mkdir(parents=True)
     assert_refused("no finished cell", models_at, str(tmp_path / "empty"))

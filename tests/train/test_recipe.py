@@ -9,7 +9,7 @@ from wording import assert_refused
 
 from holdfast.hub.families import DENSE_FAMILIES, VISION_LANGUAGE_FAMILIES
 from holdfast.train import Recipe, load_recipe, recipes
-from holdfast.train.cells import value_at
+from holdfast.train.recipe import value_at
 
 
 @pytest.mark.parametrize("name", sorted(recipes()))

@@ -19,7 +19,6 @@ has one.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, final
 
 import numpy as np
@@ -67,6 +66,7 @@ RELATIONS: dict[str, Callable[["Thing", "Thing"], int]] = {  # above 0 if it is 
 ABOUT = "drawn shapes with questions about colours, counts, places and relations; made here"
 
 Pairs = Sequence[tuple[str, str]]  # shapes with colours
+Asked = tuple[str, str, str, tuple[str, ...]]  # a question, the same in other words, its answer and its options
 
 
 @final
@@ -116,7 +116,7 @@ class _Scene:
             self.add(self.pair(**without))
 
 
-def _yes_no(scene: _Scene, first: tuple[str, str]) -> Question:
+def _yes_no(scene: _Scene, first: tuple[str, str]) -> Asked:
     shape, colour = first
     answer = scene.pick(YES_NO)
     if answer == "yes":
@@ -129,46 +129,41 @@ def _yes_no(scene: _Scene, first: tuple[str, str]) -> Question:
         scene.allowed = [pair for pair in allowed if pair != first]
         scene.fill()
         scene.allowed = allowed
-    reworded = f"is a {colour} {shape} there ?"
-    return Question(0, f"is there a {colour} {shape} ?", answer, YES_NO, "yes/no", reworded=reworded)
+    return f"is there a {colour} {shape} ?", f"is a {colour} {shape} there ?", answer, YES_NO
 
 
-def _count(scene: _Scene, first: tuple[str, str]) -> Question:
+def _count(scene: _Scene, first: tuple[str, str]) -> Asked:
     shape, number = first[0], scene.draws.below(5)
     for place in range(number):
         scene.add(first if place == 0 else scene.pick([pair for pair in scene.allowed if pair[0] == shape]))
     scene.fill(without_shape=[shape])
     shapes = "crosses" if shape == "cross" else f"{shape}s"
-    text, reworded = f"how many {shapes} are there ?", f"there are how many {shapes} ?"
-    return Question(0, text, str(number), tuple("01234"), "count", reworded=reworded)
+    return f"how many {shapes} are there ?", f"there are how many {shapes} ?", str(number), tuple("01234")
 
 
-def _colour(scene: _Scene, first: tuple[str, str]) -> Question:
+def _colour(scene: _Scene, first: tuple[str, str]) -> Asked:
     shape, colour = first
     scene.add(first)
     scene.fill(without_shape=[shape])
-    text, reworded = f"what is the colour of the {shape} ?", f"the colour of the {shape} is what ?"
-    return Question(0, text, colour, tuple(COLOURS), "colour", reworded=reworded)
+    return f"what is the colour of the {shape} ?", f"the colour of the {shape} is what ?", colour, tuple(COLOURS)
 
 
-def _shape(scene: _Scene, first: tuple[str, str]) -> Question:
+def _shape(scene: _Scene, first: tuple[str, str]) -> Asked:
     shape, colour = first
     scene.add(first)
     scene.fill(without_colour=[colour])
-    text, reworded = f"which shape is {colour} ?", f"{colour} is which shape ?"
-    return Question(0, text, shape, SHAPES, "shape", lettered=True, reworded=reworded)
+    return f"which shape is {colour} ?", f"{colour} is which shape ?", shape, SHAPES
 
 
-def _place(scene: _Scene, first: tuple[str, str]) -> Question:
+def _place(scene: _Scene, first: tuple[str, str]) -> Asked:
     number = scene.draws.below(len(PLACES))
     row, column = ((GRID - 1) * half for half in divmod(number, 2))
     scene.add(first, [row], [column])
     scene.fill(without_shape=[first[0]])
-    text, reworded = f"where is the {first[1]} {first[0]} ?", f"the {first[1]} {first[0]} is where ?"
-    return Question(0, text, PLACES[number], PLACES, "place", reworded=reworded)
+    return f"where is the {first[1]} {first[0]} ?", f"the {first[1]} {first[0]} is where ?", PLACES[number], PLACES
 
 
-def _relation(scene: _Scene, first: tuple[str, str]) -> Question:
+def _relation(scene: _Scene, first: tuple[str, str]) -> Asked:
     name = scene.pick(list(RELATIONS))
     one = scene.add(first)
     pair = scene.pair(without_shape=[first[0]])
@@ -180,10 +175,10 @@ def _relation(scene: _Scene, first: tuple[str, str]) -> Question:
     other = scene.add(pair, *((side, range(GRID)) if along_rows else (range(GRID), side)))
     scene.fill(without_shape=[one.shape, other.shape])
     text, reworded = (f"{begun} {name} the {other.shape} ?" for begun in (f"is the {one.shape}", f"the {one.shape} is"))
-    return Question(0, text, YES_NO[RELATIONS[name](one, other) < 0], YES_NO, "relation", reworded=reworded)
+    return text, reworded, YES_NO[RELATIONS[name](one, other) < 0], YES_NO
 
 
-_MAKE: dict[str, Callable[[_Scene, tuple[str, str]], Question]] = dict(
+_MAKE: dict[str, Callable[[_Scene, tuple[str, str]], Asked]] = dict(
     zip(KINDS, (_yes_no, _count, _colour, _shape, _place, _relation), strict=True)
 )
 
@@ -197,8 +192,8 @@ def scene(*key: int, held_out: bool = False) -> tuple[list[Thing], Question]:
     asked, others = pairs(held_out=held_out), pairs(held_out=False) + (pairs(held_out=True) if held_out else [])
     kind = KINDS[key[-1] % len(KINDS)]
     made = _Scene(draws, others)
-    question = _MAKE[kind](made, made.pick(asked))
-    return made.things, question
+    text, reworded, answer, options = _MAKE[kind](made, made.pick(asked))
+    return made.things, Question(0, text, answer, options, kind, lettered=kind == "shape", reworded=reworded)
 
 
 def caption(number: int, cells: torch.Tensor) -> Dialogue:
@@ -256,21 +251,12 @@ def draw_set(*, size: int | None = None, count: int | None = None, seed: int = 0
                 place = torch.tensor([1 + SHAPES.index(thing.shape), 1 + list(COLOURS).index(thing.colour)])
                 cells[name][number, thing.row, thing.column] = place
         found[name] = ArrayImages(torch.from_numpy(pictures), torch.zeros(wanted, dtype=torch.int64)), questions
-    splits = {
-        name: Dialogues(
-            found[name][0],
-            as_dialogues(found[name][1]),
-            cells[name],
-            [caption(number, one) for number, one in enumerate(cells[name])],
-        )
-        for name in ("train", "valid")
-    }
+    splits = {}
+    for name in ("train", "valid"):
+        captions = [caption(number, one) for number, one in enumerate(cells[name])]
+        splits[name] = Dialogues(found[name][0], as_dialogues(found[name][1]), cells[name], captions)
     tests = {name: Questions(*found[name]) for name in ("test", SHIFT)}
     return QuestionSet("scenes", f"{count:,} {ABOUT}", splits, tests, set_checksum(found), shifts=(SHIFT,))
 
 
-def _load(_: Path | None) -> QuestionSet:
-    return draw_set()
-
-
-DATASETS.add(Dataset("scenes", ABOUT, TASK, _load))
+DATASETS.add(Dataset("scenes", ABOUT, TASK, lambda _: draw_set()))

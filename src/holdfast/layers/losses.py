@@ -15,11 +15,13 @@ operation: every rank must call it.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from holdfast.certificates.margins import shortfalls
+from holdfast.checked import Limits
 from holdfast.kernels.balance import OverRanks, balance_loss, means
 from holdfast.routing import Context, Router, Routing
 from holdfast.routing.parts import TINY, normalise
@@ -131,6 +133,10 @@ def _jensen_shannon(one: Tensor, other: Tensor) -> Tensor:
 TERMS = {"balance": balance, "importance": importance, "load": load, "z": z, "entropy": entropy}
 
 
+Amount = Annotated[float, Limits(0, math.inf, "a number of at least 0")]
+Share = Annotated[float, Limits(0, 1, "a number between 0 and 1")]
+
+
 @dataclass(frozen=True)
 class Losses:
     """The coefficients of the losses that are added in training. A loss with coefficient 0 is not computed.
@@ -143,17 +149,17 @@ class Losses:
                                 makes the two differ
     """
 
-    balance: float = 0.0
-    importance: float = 0.0
-    load: float = 0.0
-    z: float = 0.0
-    entropy: float = 0.0
-    margin: float = 0.0
-    radius: float = 0.0
-    diversity: float = 0.0
-    distillation: float = 0.0
-    consistency: float = 0.0
-    word_noise: float = 0.0
+    balance: Amount = 0.0
+    importance: Amount = 0.0
+    load: Amount = 0.0
+    z: Amount = 0.0
+    entropy: Amount = 0.0
+    margin: Amount = 0.0
+    radius: Amount = 0.0
+    diversity: Amount = 0.0
+    distillation: Amount = 0.0
+    consistency: Amount = 0.0
+    word_noise: Share = 0.0
 
     def __post_init__(self) -> None:
         for term in fields(self):

@@ -1,7 +1,7 @@
 """Record the routes of a model and replay them: the same experts again, with live weights and gradients.
 
-routed_model.py     the MoE layers that routes belong to
-routes.py           `Routes`: recorded experts, from a trace, from an inference engine's sequences or from a file
+routes.py           `Routes`: recorded experts, from a trace, from an inference engine's sequences or from a file;
+                    `RoutedModel`: the MoE layers that they belong to
 forwards.py         `replay`, for one forward, and `record`, during `generate`
 trl.py              `RolloutReplay`, for TRL's GRPO trainer
 """

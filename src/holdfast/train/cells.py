@@ -23,7 +23,7 @@ from typing import Any, final
 from holdfast.errors import unknown_name
 from holdfast.files import LARGEST, read_json
 from holdfast.routing.grammar import written_pairs, written_value
-from holdfast.train.recipe import Recipe, RouterChoice, change_recipe, parse_pairs
+from holdfast.train.recipe import Recipe, RouterChoice, change_recipe, parse_pairs, value_at
 from holdfast.train.run_folder import read_with_checksum
 
 UNSAFE = re.compile(r"[^\w+.,=\[\] -]")  # in the names of cells' folders
@@ -48,7 +48,7 @@ class Cell:
     @property
     def label(self) -> str:
         """The router and its setting: `smoe-sparse.k=1`."""
-        return "-".join([self.choice.name, *(f"{key}={written_value(value)}" for key, value in self.settings)])
+        return cell_label(self.choice.name, dict(self.settings))
 
     @property
     def name(self) -> str:
@@ -61,6 +61,15 @@ class Cell:
     def describe(self) -> dict[str, Any]:
         """Return what two results of the same cell must share, apart from the seed."""
         return {**self.choice.describe(), **({"settings": dict(self.settings)} if self.settings else {})}
+
+
+def cell_label(router: str, settings: Mapping[str, Any]) -> str:
+    return "-".join([router, *(f"{key}={written_value(value)}" for key, value in settings.items())])
+
+
+def result_folder(result: Result) -> str:
+    """Return the name of the folder of a result's cell."""
+    return f"{safe_file_name(cell_label(result['router'], result.get('settings', {})))}-seed{result['seed']}"
 
 
 def safe_file_name(name: str) -> str:
@@ -171,17 +180,6 @@ def _require_sweepable(recipe: Recipe, keys: Sequence[str]) -> None:
     for one, other in itertools.permutations(keys, 2):
         if other.startswith(f"{one}."):
             raise ValueError(f"{one} and {other} cannot be swept together: one contains the other.")
-
-
-def value_at(described: Mapping[str, Any], key: str) -> Any:
-    """Return the value at a path such as `training.steps`, or `layers.-1` for the last of a list; None if there is none."""
-    value: Any = described
-    for part in key.split("."):
-        if isinstance(value, list) and value:
-            value = value[int(part)]
-        else:
-            value = value.get(part) if isinstance(value, Mapping) else None
-    return value
 
 
 def with_choices(settings: Sequence[Setting], choices: Mapping[str, Sequence[Any]]) -> list[Setting]:

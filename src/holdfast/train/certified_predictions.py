@@ -11,7 +11,7 @@ the same noise.
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, final
@@ -27,12 +27,13 @@ from holdfast.hub.folder_files import sha256_of
 from holdfast.locking import Lock, locked
 from holdfast.progress import Tell
 from holdfast.routing import Router
-from holdfast.train.cells import merge_results, safe_file_name
+from holdfast.train.cells import merge_results, result_folder, safe_file_name
 from holdfast.train.image_attacks import error_of, per_image
 from holdfast.train.prediction_report import (
     AttackedVote,
     CertifiedExample,
     CertifiedModel,
+    NamedModel,
     PredictionReport,
     PredictionSettings,
 )
@@ -59,30 +60,16 @@ class Head:
     data: dict[str, Any]
 
 
-@final
-@dataclass(frozen=True)
-class NamedModel:
-    """A model to certify: its path, and the router, seed and setting that rows of a report are named by."""
-
-    path: str
-    router: str
-    seed: int | None = None
-    settings: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def file(self) -> str:
-        return f"{safe_file_name(Path(self.path).resolve().name if Path(self.path).exists() else self.path)}.jsonl"
-
-
 def models_at(path: str) -> list[NamedModel]:
     """Return the model at a path, or all cells of a comparison in the order of its results."""
     place = Path(path)
     if is_trained(place) or not (place / "cells").is_dir():
-        return [_cell(place) if (place / "result.json").exists() else _single(path)]
-    cells = {_identity(cell): cell for cell in map(_cell, (result.parent for result in place.glob("cells/*/result.json")))}
+        is_cell = (place / "result.json").exists()
+        return [_named(read_with_checksum(place / "result.json"), place) if is_cell else _single(path)]
+    cells = [_named(result, place / "cells" / result_folder(result)) for result in merge_results(place, [])]
     if not cells:
         raise ValueError(f"{place} has no finished cell; train them with holdfast compare.")
-    return [cells[_identity(_named(result, ""))] for result in merge_results(place, [])]
+    return cells
 
 
 def _single(path: str) -> NamedModel:
@@ -91,19 +78,15 @@ def _single(path: str) -> NamedModel:
         run = read_json(Path(path, RUN_FILE))
         return NamedModel(path, str(run["router"]["name"]), int(run["seed"]))
     except (OSError, ValueError, KeyError, TypeError):
-        return NamedModel(path, Path(path).resolve().name if Path(path).exists() else path)
+        return NamedModel(path, _name(path))
 
 
-def _cell(folder: Path) -> NamedModel:
-    return _named(read_with_checksum(folder / "result.json"), str(folder))
+def _name(path: str) -> str:
+    return Path(path).resolve().name if Path(path).exists() else path
 
 
-def _named(result: dict[str, Any], path: str) -> NamedModel:
-    return NamedModel(path, str(result["router"]), int(result["seed"]), result.get("settings", {}))
-
-
-def _identity(cell: NamedModel) -> str:
-    return json.dumps([cell.router, cell.seed, cell.settings], sort_keys=True)
+def _named(result: dict[str, Any], folder: Path) -> NamedModel:
+    return NamedModel(str(folder), str(result["router"]), int(result["seed"]), result.get("settings", {}))
 
 
 def certify_models(
@@ -130,7 +113,7 @@ def certify_models(
                 continue
             if heads and (head.data, head.unit) != (heads[0].data, heads[0].unit):
                 raise ValueError(f"{named.path} has other test data than {found[0].path}; give each an --out of its own.")
-            found.append(CertifiedModel(named.path, named.router, named.seed, named.settings, examples))
+            found.append(CertifiedModel(**vars(named), examples=examples))
             heads.append(head)
         if not heads:
             raise ValueError("; ".join(dict.fromkeys(skipped.values())))
@@ -145,7 +128,7 @@ def _certify_model(
     named: NamedModel, settings: PredictionSettings, out: Path, load: Load, tell: Callable[[int], None], lock: Lock
 ) -> tuple[Head, list[CertifiedExample]]:
     """Return what describes the results of a model, and its examples; continue what an earlier run stored."""
-    file, weights = out / "cells" / named.file, _weights(named.path)
+    file, weights = out / "cells" / f"{safe_file_name(_name(named.path))}.jsonl", _weights(named.path)
     require_no_links(file, out)
     head, examples = _read_lines(file)
     if head is not None and head.weights != weights:
@@ -228,34 +211,24 @@ def certify_example(example: NoisyExample, settings: PredictionSettings) -> Cert
         example.classify, example.inputs.unsqueeze(0), Smoothing(**how, first=example.number), batch=example.batch
     )
     chosen, radius = int(found.classes), float(found.radius)
-    attacked = [AttackedVote(at, hits, stays) for at, hits, stays in _attack(example, settings, chosen, radius)]
+    attacked = list(_attack(example, settings, chosen, radius))
     return CertifiedExample(example.number, example.label, chosen, int(found.hits), radius, attacked)
 
 
-def _attack(
-    example: NoisyExample, settings: PredictionSettings, chosen: int, certified: float
-) -> Iterator[tuple[float, int, bool]]:
-    """Yield the radius, the hits of the class, and whether it is still that of the vote, of every attack."""
+def _attack(example: NoisyExample, settings: PredictionSettings, chosen: int, certified: float) -> Iterator[AttackedVote]:
+    """Yield the vote after the attack at every radius."""
     if not settings.steps or (certified == 0 and chosen != example.label):
         return
     radii = [*settings.radii, *([certified] if certified > 0 else [])]
     inputs = example.inputs.expand(len(radii), *example.inputs.shape)
-    perturbed = attack_smoothed(
-        example.classify,
-        inputs,
-        torch.full((len(radii),), chosen),
-        radius=torch.tensor(radii, dtype=torch.float64),
-        sigma=settings.sigma,
-        steps=settings.steps,
-        draws=settings.draws,
-        seed=settings.seed,
-        first=example.number * (len(settings.radii) + 1),
-        batch=example.batch,
-    )
+    how: dict[str, Any] = {name: getattr(settings, name) for name in ("sigma", "steps", "draws", "seed")}
+    how |= {"first": example.number * (len(settings.radii) + 1), "batch": example.batch}
+    classes, sizes = torch.full((len(radii),), chosen), torch.tensor(radii, dtype=torch.float64)
+    perturbed = attack_smoothed(example.classify, inputs, classes, radius=sizes, **how)
     for place, (radius, one) in enumerate(zip(radii, perturbed, strict=True)):
         name = (settings.seed, "attacked", example.number, place)
         counts = count_classes(example.classify, one, settings.sigma, settings.votes, *name, batch=example.batch)
-        yield radius, int(counts[chosen]), bool(counts[chosen] == counts.max())
+        yield AttackedVote(radius, int(counts[chosen]), bool(counts[chosen] == counts.max()))
 
 
 def _weights(path: str) -> dict[str, str]:

@@ -27,7 +27,6 @@ from holdfast.attacks.threat import (
     check_count,
     check_seed,
     derived_seed,
-    direction,
     distances,
     gradient,
     row_norms,
@@ -89,9 +88,8 @@ class _Texts:
     def random(self, ball: Ball, seed: int, *place: object) -> Tensor:
         """Return a random perturbation (B N, d)."""
         source = torch.Generator().manual_seed(derived_seed(seed, "embeddings", *place))
-        way = direction(torch.randn(ball.centre.shape, generator=source), "l2").to(ball.centre)
-        share = torch.rand(len(way), 1, generator=source).to(way) ** (1 / way.shape[1])
-        return ball.inside(way * share * ball.radius.to(way.dtype).unsqueeze(1))
+        normal, uniform = torch.randn(ball.centre.shape, generator=source), torch.rand(len(ball.centre), 1, generator=source)
+        return ball.point(normal.to(ball.centre), uniform.to(ball.centre))
 
     def keep_worst(self, embeddings: Tensor, loss: Tensor, wrong: Tensor) -> None:
         """Keep texts that are worse than before: misclassified before correct, then the higher loss."""

@@ -11,7 +11,6 @@ at most alpha, and at most 2 alpha of the certified examples are violations by c
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, final
 
@@ -20,9 +19,10 @@ import torch
 from holdfast.certificates.voting import certified_radius, lowest_chance
 from holdfast.checked import Limits
 from holdfast.errors import require_extra
-from holdfast.metrics import Difference, Shares, level_of
+from holdfast.metrics import Difference, level_of
 from holdfast.routing.grammar import written_pairs
 from holdfast.stored import ShownRecord
+from holdfast.train.image_attacks import error_of, per_image
 
 Positive = Annotated[int, Limits(1, math.inf, "a whole number, at least 1")]
 Natural = Annotated[int, Limits(0, math.inf, "a whole number, at least 0")]
@@ -105,18 +105,24 @@ class CertifiedExample:
         return bool((chance_of_others > 0.5).any())
 
 
-@final
 @dataclass(frozen=True)
-class CertifiedModel:
+class NamedModel:
+    """A model to certify: its path, and the router, seed and setting that rows of a report are named by."""
+
     path: str
     router: str
-    seed: int | None
-    settings: dict[str, Any]  # of a sweep
-    examples: list[CertifiedExample]
+    seed: int | None = None
+    settings: dict[str, Any] = field(default_factory=dict)  # of a sweep
 
     @property
     def label(self) -> str:
         return f"{self.router}, {written_pairs(self.settings)}" if self.settings else self.router
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class CertifiedModel(NamedModel):
+    examples: list[CertifiedExample]
 
     @property
     def abstained(self) -> float:
@@ -167,12 +173,11 @@ class PredictionReport(ShownRecord):
 
     def accuracy(self, label: str, radius: float, *, attacked: bool = False) -> Difference:
         """Return the certified accuracy of a row in percent, with its interval; or that of its votes under attack."""
-
-        def wrong(model: CertifiedModel) -> list[bool]:
-            kept = (one.survives(radius) if attacked else one.certified(radius) for one in model.examples)
-            return [not one for one in kept]
-
-        found = level_of([_score(wrong(model)) for model in self.models_of(label)])
+        scores = []
+        for model in self.models_of(label):
+            kept = [one.survives(radius) if attacked else one.certified(radius) for one in model.examples]
+            scores.append({"figure": error_of(~torch.tensor(kept)), "per_example": per_image(~torch.tensor(kept))})
+        found = level_of(scores)
         assert found is not None
         low, high = (None if end is None else 100 - end for end in (found.high, found.low))
         return Difference(100 - found.mean, low, high, found.seeds, found.over)
@@ -191,8 +196,3 @@ class PredictionReport(ShownRecord):
             expected=by_chance * len(examples),
             allowed=int(binom.ppf(SURE, len(examples), by_chance)) if examples else 0,
         )
-
-
-def _score(wrong: Sequence[bool]) -> dict[str, Any]:
-    shares = torch.tensor(wrong, dtype=torch.float64)
-    return {"figure": 100 * float(shares.mean()), "per_example": Shares(shares.numpy()).stored()}

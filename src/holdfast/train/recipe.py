@@ -21,6 +21,7 @@ from holdfast.attacks import find_attack
 from holdfast.checked import Limits, from_mapping
 from holdfast.errors import require_extra, unknown_name
 from holdfast.files import MIB, depth_exceeds, read_text
+from holdfast.layers.losses import Amount, Losses, Share
 from holdfast.metrics import ChosenMetrics
 from holdfast.model_size import require_sane_numbers
 from holdfast.plugins import plugins_of
@@ -30,22 +31,15 @@ from holdfast.routing.presets import has_layers, preset_names, resolve_layers, w
 RECIPES = resources.files("holdfast.train") / "recipes"
 LONGEST_TOKEN = 100  # most letters of the word that an attack swaps in
 IMAGES = ("images", "domains")  # tasks
-OF_TASKS = {  # keys that are for some tasks only: the tasks, and what these are about
-    "data.pair": (("labels",), "labelled texts"),
-    "data.label": (("labels",), "labelled texts"),
-    "data.metric": (("labels",), "labelled texts"),
-    "data.train_tokens": (("text",), "language models"),
-    "data.test_bytes": (("text",), "language models"),
-    "data.held_out": (("domains",), "images of several domains"),
-    "data.shifts": (("images",), "images"),
-    "data.pictures": (("vision-language",), "pictures with questions"),
-    "data.tests": (("vision-language",), "pictures with questions"),
-    "sparse.parts": (("vision-language",), "pictures with questions"),
-    "stages": (("vision-language",), "pictures with questions"),
-    "losses.word_noise": (("text", "labels"), "texts"),
-    "training.augment": (IMAGES, "images"),
-    "attack.budgets": (IMAGES, "images"),
-    "attack.certify": ((*IMAGES, "labels"), "classifiers"),
+OF_TASKS = {  # keys that are for some tasks only, by these tasks, with what they are about
+    ("labels",): ("labelled texts", ("data.pair", "data.label", "data.metric")),
+    ("text",): ("language models", ("data.train_tokens", "data.test_bytes")),
+    ("domains",): ("images of several domains", ("data.held_out",)),
+    ("images",): ("images", ("data.shifts",)),
+    ("vision-language",): ("pictures with questions", ("data.pictures", "data.tests", "sparse.parts", "stages")),
+    ("text", "labels"): ("texts", ("losses.word_noise",)),
+    IMAGES: ("images", ("training.augment", "attack.budgets")),
+    (*IMAGES, "labels"): ("classifiers", ("attack.certify",)),
 }
 
 TEXT_METHODS = ("words", "typos")  # of robust training
@@ -67,7 +61,6 @@ Restarts = Annotated[int, Limits(1, 1000, "a whole number from 1 to 1,000")]
 Samples = Annotated[int, Limits(1, 4096, "a whole number from 1 to 4,096")]
 Votes = Annotated[int, Limits(10, 10**7, "a whole number from 10 to 10,000,000")]  # fewer certify nothing
 Steps = Annotated[int, Limits(1, 100_000, "a whole number from 1 to 100,000")]
-Amount = Annotated[float, Limits(0, math.inf, "a number of at least 0")]
 Smoothing = Annotated[float, Limits(0, 0.999, "a number of at least 0 and below 1")]
 Severity = Annotated[int, Limits(1, 5, "a whole number from 1 to 5")]
 Above0 = Annotated[float, Limits(1e-6, 1e12, "a number above 0 and at most 10^12")]
@@ -76,7 +69,6 @@ Padding = Annotated[int, Limits(0, 1024, "a whole number from 0 to 1,024")]
 Magnitude = Annotated[float, Limits(0, 10, "a number from 0 to 10")]
 Operations = Annotated[int, Limits(1, 10, "a whole number from 1 to 10")]
 Alpha = Annotated[float, Limits(0, 4, "a number from 0 to 4")]
-Share = Annotated[float, Limits(0, 1, "a number between 0 and 1")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,20 +106,13 @@ class SparsePart:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossesPart:
-    """The coefficients of the losses that are added in training, and settings of two of them (`holdfast.Losses`)."""
+class LossesPart(Losses):
+    """The coefficients of the losses that are added in training, and settings of two of them."""
 
     balance: Amount = 0.01
-    importance: Amount = 0.0
-    load: Amount = 0.0
-    z: Amount = 0.0
-    entropy: Amount = 0.0
-    margin: Amount = 0.0
-    radius: Amount = 0.0
-    diversity: Amount = 0.0
-    distillation: Amount = 0.0
-    consistency: Amount = 0.0
-    word_noise: Share = 0.0  # the share of token ids that are others in the second forward of `consistency`
+
+    def __post_init__(self) -> None:
+        """Keys that belong together may be in a sweep or in braces: `Losses` checks them for each router."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -425,9 +410,10 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.model.family is not None and self.sparse.experts is None:
             raise ValueError("sparse.experts is missing.")
-        for key, (tasks, what) in OF_TASKS.items():
-            if self.task not in tasks and attrgetter(key)(self) not in (None, 0.0, [], AugmentPart(), StagesPart()):
-                raise ValueError(f"{key} is for {what} (task: {tasks[0]}), and this task is {self.task}.")
+        for tasks, (what, keys) in OF_TASKS.items():
+            for key in keys if self.task not in tasks else ():
+                if attrgetter(key)(self) not in (None, 0.0, [], AugmentPart(), StagesPart()):
+                    raise ValueError(f"{key} is for {what} (task: {tasks[0]}), and this task is {self.task}.")
         if self.task in IMAGES and self.robust.method in TEXT_METHODS:
             raise ValueError(f"robust.method is {self.robust.method}, which is for texts, and this task is {self.task}.")
         if self.task == "vision-language" and self.robust.method != "none":
@@ -494,10 +480,11 @@ def load_recipe(name: str, changes: Mapping[str, Any] | None = None) -> Recipe:
     else:
         raise ValueError(f"{unknown_name('recipe', name, _names())} The path of a .yaml file works too.")
     values = from_yaml(text, name)
-    own, about = _changed_model(values, changes or {}), values.get("about")
-    values = _changed(values, changes or {})
+    changes, about = changes or {}, values.get("about")
+    own = [f"{key}={value}" for key, value in changes.items() if key.startswith("model.") and value != value_at(values, key)]
+    values = _changed(values, changes)
     if own and isinstance(about, str):  # which describes the model without the changes
-        of = (changes or {}).get("model.checkpoint")
+        of = changes.get("model.checkpoint")
         values["about"] = f"{about}, changed by {', '.join(own)}" if of is None else f"models from {of}"
     try:
         return from_mapping(Recipe, values)
@@ -561,16 +548,15 @@ def from_yaml(text: str, name: str) -> dict[str, Any]:
     return values
 
 
-def _changed_model(values: Mapping[str, Any], changes: Mapping[str, Any]) -> list[str]:
-    """Return the changes that give a recipe another model, as text."""
-    found = []
-    for key, value in changes.items():
-        before: Any = values
-        for section in key.split("."):
-            before = before.get(section) if isinstance(before, Mapping) else None
-        if key.startswith("model.") and value != before:
-            found.append(f"{key}={value}")
-    return found
+def value_at(described: Mapping[str, Any], key: str) -> Any:
+    """Return the value at a path such as `training.steps`, or `layers.-1` for the last of a list; None if there is none."""
+    value: Any = described
+    for part in key.split("."):
+        if isinstance(value, list) and value:
+            value = value[int(part)]
+        else:
+            value = value.get(part) if isinstance(value, Mapping) else None
+    return value
 
 
 def _changed(values: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

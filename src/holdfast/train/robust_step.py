@@ -58,9 +58,11 @@ class Ball:
         """Return a random point: uniform, for l2 in a random direction."""
         if self.norm == "linf":
             return self.inside(self._scaled(2 * torch.rand_like(self.centre) - 1))
-        way = direction(torch.randn_like(self.centre), "l2")
-        share = torch.rand_like(self.centre[:, :1]) ** (1 / self.centre.shape[1])
-        return self.inside(self._scaled(way * share))
+        return self.point(torch.randn_like(self.centre), torch.rand_like(self.centre[:, :1]))
+
+    def point(self, normal: Tensor, uniform: Tensor) -> Tensor:
+        """Return the random point of an l2 ball that these random numbers (R,d) and (R,1) give."""
+        return self.inside(self._scaled(direction(normal, "l2") * uniform ** (1 / self.centre.shape[1])))
 
     def moved(self, delta: Tensor, slope: Tensor, step: float) -> Tensor:
         """Return `delta` after a step of `step` times the radius along the gradient, projected."""

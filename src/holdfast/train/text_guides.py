@@ -107,7 +107,10 @@ def label_score(
 
 def embedding_neighbours(model: Any, tokenizer: Tokenizer) -> Callable[[str], Sequence[str]]:
     """Return a function from a word to the words that are nearest in the input embeddings of the model."""
-    numbers = {word: ids[0] for word in _known_words(tokenizer) if len(ids := _ids_in_text(tokenizer, word)) == 1}
+    words = _known_words(tokenizer)
+    # A word is read after a space, which many tokenisers join to it, or alone if these are fewer tokens.
+    found = {word: min((tokenizer.ids(f" {word}"), tokenizer.ids(word)), key=len) for word in words}
+    numbers = {word: ids[0] for word, ids in found.items() if len(ids) == 1}
     if len(numbers) < 2:
         raise ValueError(
             f"the tokeniser {tokenizer.name} has no words as tokens, so the model has no embeddings of words; name a table "
@@ -126,11 +129,6 @@ def _known_words(tokenizer: Tokenizer) -> list[str]:
     if isinstance(tokenizer, HubTokenizer):
         return swappable(tokenizer.decode([number]).strip() for number in range(len(tokenizer)))
     return []
-
-
-def _ids_in_text(tokenizer: Tokenizer, word: str) -> list[int]:
-    """Return the tokens of a word: after a space, which many tokenisers join to it, or alone if these are fewer."""
-    return min((tokenizer.ids(f" {word}"), tokenizer.ids(word)), key=len)
 
 
 def read_synonyms(path: Path) -> Callable[[str], Sequence[str]]:

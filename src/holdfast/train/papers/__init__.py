@@ -31,8 +31,7 @@ from typing import Any
 from holdfast.checked import from_mapping
 from holdfast.errors import unknown_name
 from holdfast.files import LARGEST, read_json
-from holdfast.train.cells import value_at
-from holdfast.train.recipe import Recipe, RouterChoice, TrainingPart, from_yaml, load_recipe, parse_router
+from holdfast.train.recipe import Recipe, RouterChoice, TrainingPart, from_yaml, load_recipe, parse_router, value_at
 
 ALTERNATIVES = {"training.epochs": "training.steps", "training.steps": "training.epochs"}  # a recipe has one of them
 PAPERS = ("symphony", "mutual", "acmoe", "smoothing")
