@@ -302,6 +302,15 @@ def test_the_attack_on_routes_skips_padding(trained: Path, reviews: Path) -> Non
     assert real < 4 * width and [row[1] for row in found["rows"]] == [real] * len(found["rows"])
 
 
+@pytest.mark.parametrize(("router", "k"), [("smear", None), ("smoe", 4)])
+def test_the_attack_on_routes_is_refused_where_all_experts_run(
+    router: str, k: int | None, trained: Path, reviews: Path
+) -> None:
+    _, task = load_model_and_task(str(trained), source=str(reviews))
+    model = build_model(task, router, {"causal": False} if router == "smear" else {}, seed=0, k=k)
+    assert_refused("all experts of its layers", attack_routers, model, task, budget=0.1, steps=2, tokens=8, seed=0)
+
+
 def test_embeddings_and_suffixes_of_labelled_texts_are_attacked(trained: Path, reviews: Path) -> None:
     model, task = load_model_and_task(str(trained), source=str(reviews))
     assert isinstance(task, LabelTask)

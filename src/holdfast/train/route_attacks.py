@@ -106,6 +106,12 @@ def attack_routers(
     probe = task.probe()
     length = next(iter(probe.values())).shape[1] if "input_ids" in probe else 1
     few = {name: tensor[: max(1, tokens // length)] for name, tensor in probe.items()}
+    with torch.no_grad(), live_routings(model) as routings:
+        forward(model, few)
+        if all(bool(routing.used.all()) and routing.experts.shape == routing.gates.shape for routing in routings):
+            raise ValueError(
+                f"every token of this model runs all experts of its layers: the attack {kind} can change nothing."
+            )
     calls = _input_calls if on == "inputs" else _embedding_calls
     rows, summaries, flags = [], [], []
     curves: dict[str, dict[str, list[float]]] = {}
