@@ -124,9 +124,12 @@ PARTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize("router", ["symphony+smooth", "ac", "remoe", "smoe[noise=gaussian]"])
-def test_only_the_clean_view_teaches_routers_and_has_their_losses(part: str, router: str, digits: MakeRecipe) -> None:
+ROUTERS = ("symphony+smooth", "ac", "remoe", "smoe[noise=gaussian]")
+COMPARED = [(router, part) for router in ROUTERS for part in PARTS if "noise" not in router or part != "pgd"]  # refused
+
+
+@pytest.mark.parametrize(("router", "part"), COMPARED)
+def test_only_the_clean_view_teaches_routers_and_has_their_losses(router: str, part: str, digits: MakeRecipe) -> None:
     (choice,) = parse_routers(router)
     task = make_task(digits({"losses.z": 0.01}))
     models = [build_model(task, choice.router, choice.options, seed=0).train() for _ in range(2)]

@@ -64,7 +64,7 @@ class _Texts:
             self.clean: Tensor = self.model.get_input_embeddings()(self.inputs["input_ids"].to(self.model.device))
             self.best = self.clean.float()
             self.loss, self.wrong = self.losses(self.best)
-        self.clean_loss, self.clean_wrong = self.loss, self.wrong
+        self.clean_loss = self.loss
 
     def losses(self, embeddings: Tensor) -> tuple[Tensor, Tensor]:
         """Return (B,) the mean loss of each text, differentiable, and (B,) bool whether its class is wrong."""
