@@ -414,7 +414,7 @@ def _results(name: str) -> Iterator[str]:
         last = table.heading
         baseline = [row for row in table.rows if row[0] == "`smoe`" and row not in rows]
         lines = [table.columns, ["---"] * len(table.columns), *baseline, *rows]
-        yield "\n".join("| " + " | ".join(line) + " |" for line in lines)
+        yield "\n".join("| " + " | ".join(line) + " |" for line in lines).replace("](pictures/", "](../pictures/")
     if measured:
         yield "[results](../results.md) has the setting, the intervals and the limits of these runs."
     else:

@@ -101,7 +101,7 @@ def test_what_cannot_be_pruned_is_refused() -> None:
     def refuse(says: str, model: Any, keep: Any) -> None:
         assert_refused(says, holdfast.prune, model, batches(1), keep=keep)
 
-    refuse("keep is 1; it must be at least k, 2", tiny("mixtral"), 1)
+    refuse("keep is 1; it must be a whole number, at least k, 2", tiny("mixtral"), 1)
     refuse("keep is 8.*less than the 8 experts", tiny("mixtral"), 8)
     refuse("experts are in groups", tiny("deepseek_v3"), 6)
     refuse("experts are in groups", sparse("grouped"), 6)

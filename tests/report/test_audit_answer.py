@@ -8,6 +8,7 @@ from report.audited import pair, perturbed, report_of, stored_audit
 from wording import mentions
 
 from holdfast.auditing import diagnose
+from holdfast.auditing.findings import Answer
 from holdfast.report import render_audit
 from holdfast.report.first_screen import (
     LEFT,
@@ -18,6 +19,7 @@ from holdfast.report.first_screen import (
     changed_by,
     figure,
     first_screen,
+    jump_words,
     log_scale,
     perturbation_label,
 )
@@ -90,6 +92,12 @@ def test_the_answer_is_one_sentence(shares: list[Any], says: str) -> None:
     found = screen_of(with_shares(*shares))
     assert found.sentence == f"With smooth, {says}" and len(found.sentence.split()) <= 20
     assert len(found.plots) == (0 if not shares else 1 if shares[0][1] is None else 2)
+
+
+def test_a_larger_output_change_by_flips_is_said() -> None:
+    found = Answer("smoe", {}, {"noise.0.01": 0.5, "noise.0.05": 4.2})
+    said = "the output change by flips is smaller under 1 of 2 perturbations, by 50%"
+    assert jump_words(found) == f"{said}; under the others it is up to 4.2 times as large."
 
 
 def test_the_picture_has_the_numbers_of_the_report_the_most_changed_predictions_first() -> None:

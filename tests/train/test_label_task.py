@@ -302,6 +302,18 @@ def test_the_attack_on_routes_skips_padding(trained: Path, reviews: Path) -> Non
     assert real < 4 * width and [row[1] for row in found["rows"]] == [real] * len(found["rows"])
 
 
+@pytest.mark.parametrize("on", ["embeddings", "inputs"])
+def test_flips_within_a_smaller_budget_count_at_larger_ones(on: Any, trained: Path, reviews: Path) -> None:
+    """Perturbed together, tokens are shortened in even steps of the budget: alone, a large one misses the nearest flips."""
+    model, task = load_model_and_task(str(trained), source=str(reviews))
+    rows = attack_routers(model, task, budget=[0.02, 0.2, 20.0], steps=2, tokens=8, seed=0, on=on)["rows"]
+    for layer in {row[0] for row in rows}:
+        found = [row[3:5] for row in rows if row[0] == layer]  # the share that flips, and the smallest perturbation
+        assert len(found) == 3 and [share for share, _ in found] == sorted(share for share, _ in found)
+        nearest = [smallest or math.inf for _, smallest in found]
+        assert nearest == sorted(nearest, reverse=True) and math.isfinite(nearest[-1])
+
+
 @pytest.mark.parametrize(("router", "k"), [("smear", None), ("smoe", 4)])
 def test_the_attack_on_routes_is_refused_where_all_experts_run(
     router: str, k: int | None, trained: Path, reviews: Path

@@ -105,7 +105,8 @@ def _prunable_layers(model: Any, keep: int) -> list[MoELayerRef]:
         k = int(layer.gate.top_k) if spec is None or (router == NATIVE and layer.family is not None) else spec.k
         if not isinstance(keep, int) or not k <= keep < experts:
             raise ValueError(
-                f"keep is {keep}; it must be at least k, {k}, and less than the {experts} experts of {layer.name}."
+                f"keep is {keep!r}; it must be a whole number, at least k, {k}, and less than the {experts} experts of "
+                f"{layer.name}."
             )
         has_groups = layer.family is not None and int(getattr(layer.gate, GROUPS, 1) or 1) > 1
         if has_groups or (router != NATIVE and "groups" in REGISTRY.options(router)):

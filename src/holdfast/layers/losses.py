@@ -163,8 +163,10 @@ class Losses:
 
     def __post_init__(self) -> None:
         for term in fields(self):
-            if not 0 <= getattr(self, term.name) < math.inf:  # a negative coefficient would reward what the loss penalises
-                raise ValueError(f"{term.name} is {getattr(self, term.name)}; a coefficient is finite and not negative.")
+            value = getattr(self, term.name)
+            # A negative coefficient would reward what the loss penalises.
+            if not isinstance(value, int | float) or not 0 <= value < math.inf:
+                raise ValueError(f"{term.name} is {value!r}; a coefficient is a finite number that is not negative.")
         if self.word_noise > 1 or (self.word_noise and not self.consistency):
             raise ValueError(
                 f"word_noise is {self.word_noise} with consistency={self.consistency}; it is the share of token ids, from 0 "

@@ -6,7 +6,7 @@ depends on all layers before it.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, final
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from holdfast.attacks import attack_load, attack_routes
 from holdfast.attacks.inputs import ascending
 from holdfast.attacks.route_search import Route
+from holdfast.attacks.routes import AttackedRoutes
 from holdfast.hub import router_calls
 from holdfast.hub.tracing import layers_of_images, live_routings, own_hooks, routing_modules
 from holdfast.routing import Context, Router, Routing
@@ -32,30 +33,50 @@ class LayerAttack:
 
     title: str
     columns: Sequence[str]  # after the layer, its tokens and the budget; the first is the curve of a page
-    run: Callable[..., tuple[list[Any], dict[str, Any]]]  # the values of these columns, and the summary
+    run: Callable[..., tuple[list[Any], dict[str, Any], Any]]  # the values of these columns, the summary, and what was found
 
 
-def _flips(route: Router | Route, tokens: Tensor, **how: Any) -> tuple[list[Any], dict[str, Any]]:
-    summary = attack_routes(route, tokens, **how).summary()
-    return [summary["rate"], summary["smallest"] or "", summary["median"] or ""], summary
+def _strongest(found: AttackedRoutes, smaller: AttackedRoutes | None) -> AttackedRoutes:
+    """Return what was found within a budget or a smaller one, whose perturbations are within this one too."""
+    if smaller is None:
+        return found
+    kept = smaller if smaller.rate > found.rate else found
+    nearest = found.distances.minimum(smaller.distances)
+    return replace(kept, distances=nearest, budget=found.budget, budgets=found.budgets, flags=found.flags)
 
 
-def _universal(route: Router | Route, tokens: Tensor, **how: Any) -> tuple[list[Any], dict[str, Any]]:
-    found = attack_routes(route, tokens, universal=True, restarts=RESTARTS, rounds=0, bisections=0, **how)
+def _flips(route: Router | Route, tokens: Tensor, smaller: Any, **how: Any) -> tuple[list[Any], dict[str, Any], Any]:
+    found = _strongest(attack_routes(route, tokens, **how), smaller)
     summary = found.summary()
-    return [summary["rate"], summary["realised"]], summary
+    return [summary["rate"], summary["smallest"] or "", summary["median"] or ""], summary, found
 
 
-def _expert(route: Router | Route, tokens: Tensor, *, expert: int, **how: Any) -> tuple[list[Any], dict[str, Any]]:
+def _universal(route: Router | Route, tokens: Tensor, smaller: Any, **how: Any) -> tuple[list[Any], dict[str, Any], Any]:
+    found = attack_routes(route, tokens, universal=True, restarts=RESTARTS, rounds=0, bisections=0, **how)
+    found = _strongest(found, smaller)
+    summary = found.summary()
+    return [summary["rate"], summary["realised"]], summary, found
+
+
+def _expert(
+    route: Router | Route, tokens: Tensor, smaller: Any, *, expert: int, **how: Any
+) -> tuple[list[Any], dict[str, Any], Any]:
     clean = attack_routes(route, tokens, experts=expert, **{**how, "budget": 0.0, "steps": 1}, rounds=0, restarts=0, tries=0)
-    summary = attack_routes(route, tokens, experts=expert, **how).summary()
-    return [summary["rate"], clean.rate, expert, summary["median"] or ""], {**summary, "clean_rate": clean.rate}
+    found = _strongest(attack_routes(route, tokens, experts=expert, **how), smaller)
+    summary = found.summary()
+    return [summary["rate"], clean.rate, expert, summary["median"] or ""], {**summary, "clean_rate": clean.rate}, found
 
 
-def _load(objective: str, route: Router | Route, tokens: Tensor, **how: Any) -> tuple[list[Any], dict[str, Any]]:
+def _load(
+    objective: str, route: Router | Route, tokens: Tensor, smaller: Any, **how: Any
+) -> tuple[list[Any], dict[str, Any], Any]:
     found = attack_load(route, tokens, objective=objective, **how)
+    if smaller is not None:  # its perturbations are within this budget too
+        kept = smaller if smaller.value > found.value else found
+        targeted = [max(pair) for pair in zip(found.targeted, smaller.targeted, strict=True)]
+        found = replace(kept, targeted=targeted, budget=found.budget, flags=found.flags)
     values = [found.value, found.clean_value, found.expert, found.dropped, found.clean_dropped]
-    return values, found.summary()
+    return values, found.summary(), found
 
 
 LIMITS = "dropped by a limit of capacity", "dropped without the attack"
@@ -117,9 +138,10 @@ def attack_routers(
     curves: dict[str, dict[str, list[float]]] = {}
     with without_attack_warnings(), calls(model, few) as layers:
         for layer, (name, route, given, how) in enumerate(layers):
+            found = None  # within the smaller budgets
             for one in budgets:
-                values, summary = attack.run(
-                    route, given, budget=one, relative=True, steps=steps, seed=seed, **how, **options
+                values, summary, found = attack.run(
+                    route, given, found, budget=one, relative=True, steps=steps, seed=seed, **how, **options
                 )
                 rows.append([layer, summary["tokens"], one, *values])
                 summaries.append({"layer": name, **summary})
@@ -132,7 +154,7 @@ def attack_routers(
     return {
         "title": f"{attack.title}: {what} perturbed{size} (l2)",
         "caption": f"A budget is a share of the length of each of these {what}. Columns with perturbations have lengths. "
-        "All numbers are what a search found: the worst case may be worse.",
+        "All numbers are what a search found, within this budget or a smaller one: the worst case may be worse.",
         "columns": ["layer", "tokens", "budget", *attack.columns],
         "rows": rows,
         "flags": flags,

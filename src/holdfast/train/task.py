@@ -145,7 +145,7 @@ class Task(ABC):
     scaling: PixelScaling | None = None  # how the model reads pixels; None: it reads texts
     noise_unit: ClassVar[str] = ""  # of the numbers that noise is added to, in a sentence
     # Why attacks on the pixels of images are refused, if they are.
-    not_images: ClassVar[str] = "this model reads texts: use words, typos or routes"
+    not_images: ClassVar[str] = "this model reads texts: use words, typos or routes, or pgd with --on embeddings"
     not_texts: ClassVar[str] = "this model's task is images: use fgsm, pgd, spsa or corruptions"  # the same of words
     faster: ClassVar[str] = "To make it shorter, set training.steps or training.batch to less, or use a smaller model."
 
