@@ -116,6 +116,7 @@ def test_candidates_over_the_limit_are_not_trained(text: Path, tmp_path: Path) -
         ({"sweep": {"training.steps": [1, 2]}}, "training.steps cannot be swept: the rungs of a search set it"),
         ({"seeds": 0}, "a comparison needs at least 1"),
         ({"routers": "smoe,sooth"}, "did you mean 'smooth'"),
+        ({"routers": "smoe,smoe{method=none}"}, "smoe and smoe{method=none} are the same router"),
     ],
 )
 def test_a_wrong_search_is_one_sentence(given: dict[str, Any], sentence: str, text: Path, tmp_path: Path) -> None:
