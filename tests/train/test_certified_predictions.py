@@ -98,9 +98,9 @@ def folder_of_weights(place: Path, content: bytes = b"weights") -> NamedModel:
 
 
 def certify(
-    models: list[NamedModel], out: Path, task: FakeTask, settings: PredictionSettings = SETTINGS, part: Any = None
+    models: list[NamedModel], out: Path, task: Any, settings: PredictionSettings = SETTINGS, part: Any = None
 ) -> PredictionReport:
-    return certify_models(models, settings, out, lambda path: (Model(part), task), lambda *told: None)  # type: ignore[arg-type, return-value]
+    return certify_models(models, settings, out, lambda path: (Model(part), task), lambda *told: None)
 
 
 PLACES = [0.7, 0.3, -0.4, 0.9, 0.05, 2.0]
@@ -187,7 +187,7 @@ def test_a_router_that_reads_other_copies_is_refused_or_skipped_beside_others(tm
     said = assert_refused(
         "routes the copies of a batch together", certify, [capacity], tmp_path / "a", FakeTask(PLACES), part=part
     )
-    assert said.startswith("capacity")
+    assert said.startswith("capacity") and not (tmp_path / "a").exists()
 
     def load(path: str) -> Any:
         return Model(part if "capacity" in path else None), FakeTask(PLACES)
@@ -280,6 +280,26 @@ def test_numbers_to_predict_and_language_models_have_no_classes(tmp_path: Path, 
     assert_refused("numbers", scores.noisy_examples, build_model(scores, "smoe", {}, seed=0), 3)
     language = make_task(tiny())
     assert_refused("predicts tokens", language.noisy_examples, None, 3)
+
+
+def test_a_model_that_cannot_be_certified_creates_no_folder(tmp_path: Path, text: Path, tiny: Any) -> None:
+    models = [folder_of_weights(tmp_path / name) for name in ("smoe", "smooth")]
+    certify(models[:1], tmp_path / "used", FakeTask(PLACES))
+    before = sorted(tmp_path.rglob("*"))
+    assert_refused("predicts tokens", certify, models, tmp_path / "out", make_task(tiny()))
+    assert_refused("another settings", certify, models, tmp_path / "used", FakeTask(PLACES), replace(SETTINGS, sigma=0.6))
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_new_run_loads_each_model_once(tmp_path: Path) -> None:
+    models, loaded = [folder_of_weights(tmp_path / name) for name in ("smoe", "smooth")], list[str]()
+
+    def load(path: str) -> Any:
+        loaded.append(path)
+        return Model(), FakeTask(PLACES)
+
+    certify_models(models, SETTINGS, tmp_path / "out", load, lambda *told: None)
+    assert loaded == [one.path for one in models]
 
 
 def test_noise_of_an_image_is_added_before_the_normalisation_and_not_clipped(digits: Any) -> None:

@@ -3,7 +3,8 @@
 import pytest
 from wording import assert_refused
 
-from holdfast.train import RouterChoice, parse_routers
+from holdfast.train import RouterChoice, load_recipe, parse_routers
+from holdfast.train.recipe import require_different
 
 
 def test_names_are_separated_by_commas_and_options_are_in_brackets() -> None:
@@ -151,3 +152,32 @@ def test_braces_hold_the_training_of_a_router() -> None:
 )
 def test_braces_that_cannot_be_read_are_refused(written: str, sentence: str) -> None:
     assert_refused(sentence, parse_routers, written)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "smoe{method=fast,budget=0.1},smoe{budget=0.10,method=fast}",
+        "smoe,smoe{method=none}",
+        "smoe,smoe{losses.balance=0.01}",
+        "ac,similarity[tau=2,causal=false],similarity[causal=no, tau=2.0]",
+        "ac@1,3,ac@3,1{mix=0.5}",
+    ],
+)
+@pytest.mark.every_combination
+def test_one_router_in_two_spellings_is_refused(written: str) -> None:
+    choices = parse_routers(written)
+    said = assert_refused("are the same router", require_different, choices, load_recipe("tiny"))
+    assert all(choice.name in said for choice in choices[-2:])
+
+
+@pytest.mark.parametrize("written", ["smoe,smoe[k=1],ac", "smoe,smoe{method=fast,budget=0.1},smoe{method=fast,budget=0.2}"])
+@pytest.mark.every_combination
+def test_routers_that_differ_in_a_setting_are_different(written: str) -> None:
+    require_different(parse_routers(written), load_recipe("tiny"))
+
+
+def test_a_swept_key_completes_the_training_of_a_router() -> None:
+    with_budget = load_recipe("tiny", {"robust.method": "noise", "robust.budget": 0.1})
+    require_different(parse_routers("smoe,smoe{method=fast}"), with_budget)
+    assert_refused("are the same router", require_different, parse_routers("smoe,smoe{method=noise}"), with_budget)

@@ -13,7 +13,7 @@ from wording import assert_refused
 
 from holdfast.train import Comparison, parse_routers
 from holdfast.train.cells import settings_of
-from holdfast.train.recipe import change_recipe
+from holdfast.train.recipe import change_recipe, load_recipe
 from holdfast.train.results import ValidationCurve
 from holdfast.train.search import Candidate, Search, best, front, read_limit, search
 
@@ -116,6 +116,7 @@ def test_candidates_over_the_limit_are_not_trained(text: Path, tmp_path: Path) -
         ({"sweep": {"training.steps": [1, 2]}}, "training.steps cannot be swept: the rungs of a search set it"),
         ({"seeds": 0}, "a comparison needs at least 1"),
         ({"routers": "smoe,sooth"}, "did you mean 'smooth'"),
+        ({"routers": "smoe,smoe{method=none}"}, "smoe and smoe{method=none} are the same router"),
     ],
 )
 def test_a_wrong_search_is_one_sentence(given: dict[str, Any], sentence: str, text: Path, tmp_path: Path) -> None:
@@ -123,6 +124,22 @@ def test_a_wrong_search_is_one_sentence(given: dict[str, Any], sentence: str, te
     how = {name: value for name, value in given.items() if name != "routers"}
     assert_refused(sentence, lambda: search(routers, out=tmp_path / "out", changes=changes, **how))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_of_another_run_is_refused_and_not_written(text: Path, tmp_path: Path) -> None:
+    recipe = load_recipe("tiny", {**TEXT, "data.source": str(text), "training.steps": 4})
+    compared, searched = tmp_path / "compared", tmp_path / "searched"
+    Comparison(recipe, parse_routers("smoe"), 1, compared).run()
+    before = sorted(compared.rglob("*"))
+    how: dict[str, Any] = {"rungs": 2, "keep": 4, "changes": {**TEXT, "data.source": str(text), "training.steps": 4}}
+    assert_refused("belongs to another run .of another command.", lambda: search("smoe", out=compared, **how))
+    assert sorted(compared.rglob("*")) == before
+
+    search("smoe", out=searched, **how)
+    assert_refused("of another command", lambda: Comparison(recipe, parse_routers("smoe"), 1, searched))
+    assert_refused("another run .other rungs.", lambda: search("smoe", out=searched, **{**how, "rungs": 3, "keep": 2}))
+    found = search("smoe,ac", out=searched, **how)  # the trained candidate is read, the further one is trained
+    assert {one.router for one in found.candidates} == {"smoe", "ac"}
 
 
 def test_the_command_prints_the_front(text: Path, tmp_path: Path, command: Command) -> None:

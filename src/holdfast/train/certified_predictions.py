@@ -24,7 +24,7 @@ from holdfast.certificates.voting import count_classes
 from holdfast.checked import from_mapping
 from holdfast.files import LARGEST, append, read_json, read_text, require_no_links, write_atomically
 from holdfast.hub.folder_files import sha256_of
-from holdfast.locking import Lock, locked
+from holdfast.locking import Lock, locked, require_unlocked
 from holdfast.progress import Tell
 from holdfast.routing import Router
 from holdfast.train.cells import merge_results, result_folder, safe_file_name
@@ -37,7 +37,7 @@ from holdfast.train.prediction_report import (
     PredictionReport,
     PredictionSettings,
 )
-from holdfast.train.run_folder import RUN_FILE, claim, read_with_checksum
+from holdfast.train.run_folder import RUN_FILE, claim, read_with_checksum, require_own
 from holdfast.train.task import NoisyExample, Task, evaluating
 from holdfast.train.task_record import MODEL, is_trained, read_record
 from holdfast.version import VERSION, versions
@@ -97,8 +97,13 @@ def certify_models(
     tell        is told the finished examples
     identity    further options that change results, such as the dtype
     """
+    identity = {"holdfast": VERSION, "command": "certify --predictions", "settings": asdict(settings), **identity}
+    require_own(out, identity)
+    require_unlocked(out)
+    if not (out / RUN_FILE).exists():
+        load = _with_first(load, models, settings)  # a model that cannot be certified must not create a folder
     with locked(out, wait=False) as lock:
-        claim(out, {"holdfast": VERSION, "command": "certify --predictions", "settings": asdict(settings), **identity})
+        claim(out, identity)
         found: list[CertifiedModel] = []
         skipped: dict[str, str] = {}
         heads: list[Head] = []
@@ -122,6 +127,25 @@ def certify_models(
         lock.require(out / report.file_name)
         report.save(out / report.file_name)
     return report
+
+
+def _with_first(load: Load, models: Sequence[NamedModel], settings: PredictionSettings) -> Load:
+    """Load the first model that can be certified, and return a `load` that does not load it again.
+
+    Raise ValueError if that model does not classify, or if there is no such model.
+    """
+    reasons: list[str] = []
+    for named in models:
+        model, task = load(named.path)
+        try:
+            _require_classifier(model, named.router)
+        except NoClassifierError as reason:
+            reasons.append(str(reason))
+            continue
+        task.noisy_examples(model, settings.examples)
+        loaded = {named.path: (model, task)}
+        return lambda path: loaded.pop(path, None) or load(path)
+    raise ValueError("; ".join(dict.fromkeys(reasons)))
 
 
 def _certify_model(

@@ -42,7 +42,7 @@ from holdfast.train.building import build_model, preflight, with_training
 from holdfast.train.cells import Cell, Result, Setting, merge_results, require_few_cells, shares_data, with_choices
 from holdfast.train.certified_predictions import certified_trial
 from holdfast.train.papers import PaperRun
-from holdfast.train.recipe import Recipe, RouterChoice, change_recipe
+from holdfast.train.recipe import Recipe, RouterChoice, change_recipe, require_different
 from holdfast.train.results import CellResult, Metric, Results, Run
 from holdfast.train.run_folder import (
     agrees,
@@ -107,6 +107,7 @@ class Comparison:
         for choice in choices:
             if both := [key for key in choice.training if key in self.settings[0].values]:
                 raise ValueError(f"{choice.name} sets {both[0]}, which is swept too; remove one of the two.")
+        require_different(choices, self.settings[0].recipe)
         require_few_cells(len(self.settings), len(choices), len(seeds))
         self.paper = paper  # the experiment of a paper that this is
         self.report_size = report_size  # log how large the inputs are, before training

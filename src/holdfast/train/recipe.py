@@ -10,9 +10,10 @@ Braces after it change how this router is trained: `smooth{method=pgd,budget=0.0
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from importlib import resources
+from itertools import combinations
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
@@ -609,6 +610,15 @@ class RouterChoice:
         plugins = plugins_of(routers=preset_names(self.router))
         described = {key: value for key, value in asdict(self).items() if key != "training" or value}
         return {**described, **({"plugins": plugins} if plugins else {})}
+
+
+def require_different(choices: Sequence[RouterChoice], recipe: Recipe) -> None:
+    """Raise ValueError if two choices are the same router, trained in the same way, in two spellings."""
+    for one, other in combinations(choices, 2):
+        if (one.router, one.options, one.k) == (other.router, other.options, other.k) and (
+            one.training == other.training or one.recipe(recipe) == other.recipe(recipe)
+        ):
+            raise ValueError(f"{one.name} and {other.name} are the same router with the same training: name one.")
 
 
 def parse_routers(written: str) -> list[RouterChoice]:

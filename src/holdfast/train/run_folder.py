@@ -58,7 +58,11 @@ RUN_FILE = "run.json"
 BEGUN = {RUN_FILE, "router.json", "log.jsonl"}  # files that a run writes before its first checkpoint
 SNAPSHOT = re.compile(r"\d{8}\.json")  # and in the folder `snapshots`
 OPTIONAL = {"plugins", "sweep"}  # keys that not every run has
-DIFFERENCES = {"holdfast": "another version of Holdfast", "plugins": "other plugins, or another version of one"}
+DIFFERENCES = {
+    "holdfast": "another version of Holdfast",
+    "plugins": "other plugins, or another version of one",
+    "rungs": "other rungs",
+}
 CHECKSUM = "checksum"
 
 MANIFEST, FORMAT = "checkpoint.json", 1  # the manifest is written last

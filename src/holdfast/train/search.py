@@ -21,6 +21,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, final
 
+from holdfast.locking import locked
 from holdfast.progress import bar
 from holdfast.routing.grammar import written_pairs
 from holdfast.stored import StoredRecord
@@ -30,6 +31,7 @@ from holdfast.train.comparison import Comparison, Progress
 from holdfast.train.papers import shortened
 from holdfast.train.recipe import Recipe, RouterChoice, change_recipe, load_recipe, parse_router, parse_routers
 from holdfast.train.results import ValidationCurve
+from holdfast.train.run_folder import claim, require_own
 from holdfast.train.saved_model import make_task
 from holdfast.train.task import Measure, Task
 from holdfast.train.training import flops_of_forward
@@ -170,9 +172,13 @@ def search(
         how: dict[str, Any] = {"data": place, "settings": of_group, "report_size": False}
         return Comparison(changed, choices, seeds, folder / f"rung-{rung}", **how)
 
+    first = comparison(1, settings, named)
+    # Routers, seeds and the limit may change: what was trained before stays right. The steps of the rungs may not.
+    identity = {**first.identity(), "recipe": loaded.describe(), "command": "search", "rungs": steps}
+    require_own(folder, identity)
     baseline = _flops(task.with_recipe(with_choices([Setting(loaded)], task.open_choices())[0].recipe), named[0])
     limit = read_limit(flops, baseline)
-    found = {one.label: one for one in _counted(comparison(1, settings, named), settings)}
+    found = {one.label: one for one in _counted(first, settings)}
     alive = _within(found.values(), limit)
     if not alive:
         least = min(found.values(), key=lambda one: one.flops)
@@ -180,6 +186,8 @@ def search(
             f"no candidate needs so few FLOPs: the cheapest, {least.label}, has {least.flops / baseline:.3g} times those of "
             f"{named[0].name}."
         )
+    with locked(folder, wait=True):
+        claim(folder, identity)  # not earlier: a wrong search must not create a folder
     with _progress(steps, seeds, len(alive), keep) as note:
         for rung, count in enumerate(steps, start=1):
             trained: list[Candidate] = []
