@@ -197,12 +197,16 @@ def run_comparison(
 
 
 def matched_baseline(rows: Sequence[Row], known: Sequence[RouterChoice], experts: int) -> list[RouterChoice]:
-    """Return the baseline with as many experts per token as the largest router, if that uses more than the baseline."""
+    """Return the baseline with as many experts per token as the largest router, if that uses more than the baseline.
+
+    Routers with a training of their own do not count: the baseline would be trained plainly.
+    """
     from holdfast.train.recipe import parse_router
     from holdfast.train.results import COMPUTE_TOLERANCE, matched_name
 
     name, usual = rows[0].router, rows[0].experts_per_token
-    larger = [math.ceil(row.experts_per_token - COMPUTE_TOLERANCE) for row in rows if row.uses_more_compute]
+    plain = [row for row in rows if row.uses_more_compute and not row.training]
+    larger = [math.ceil(row.experts_per_token - COMPUTE_TOLERANCE) for row in plain]
     k = min(experts, max(larger, default=0))
     matched = matched_name(name, k)
     enough = [row for row in rows if row.is_baseline_with_other_k(name) and row.experts_per_token > k - COMPUTE_TOLERANCE]

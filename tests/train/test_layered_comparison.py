@@ -68,6 +68,13 @@ def result(router: str, experts: float, figure: float) -> dict[str, Any]:
         ("smoe,smooth,smoe[k=3],smoe[k=4]", (2, 2.5, 3, 4), "smoe[k=3]", []),  # the user named it
         ("smoe[k=1],smooth,smoe", (1, 2.5, 2), None, [("smoe[k=1], top 3", "smoe", 3)]),  # 2 are too few
         ("smoe,smooth,xmoe[k=3]", (2, 2.5, 3), None, [("smoe, top 3", "smoe", 3)]),  # another router is no baseline
+        ("smoe,smooth{method=fast,budget=0.1},smoe[k=3]", (2, 2.5, 3), None, []),  # one that is trained otherwise is none
+        (
+            "smoe,smooth{method=fast,budget=0.1},smoe[k=3]{method=fast,budget=0.1}",
+            (2, 2.5, 3),
+            "smoe[k=3]{method=fast,budget=0.1}",
+            [],
+        ),
     ],
 )
 @pytest.mark.every_combination

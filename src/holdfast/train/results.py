@@ -158,17 +158,23 @@ class Row:
         """Whether the router uses more experts per token than the baseline."""
         return self.more_compute > COMPUTE_TOLERANCE
 
+    @property
+    def training(self) -> str:
+        """What the braces of its name say: how it is trained, if not plainly."""
+        return self.router.partition("{")[2]
+
     def is_baseline_with_other_k(self, baseline: str) -> bool:
         """Return whether this is the baseline with another number of experts: `smoe[k=3]`, or a `matched_name`."""
         if self.router.startswith(matched_name(baseline, 0)[:-1]):
             return True
+        names = [name.partition("{")[0] for name in (self.router, baseline)]
         try:
-            mine, theirs = (split_options(router) for router in (self.router, baseline))
+            mine, theirs = map(split_options, names)
         except ValueError:  # names with layers
             return False
         for _, options in (mine, theirs):
             options.pop("k", None)
-        return bool(self.router != baseline and mine == theirs)
+        return bool(names[0] != names[1] and mine == theirs)
 
 
 def matched_name(baseline: str, k: int) -> str:

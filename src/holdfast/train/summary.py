@@ -49,7 +49,8 @@ def summarise(results: Sequence[Result], baseline: str) -> list[Row]:
     In a sweep there is a row for each router in each setting, and the baseline is the one of the same setting.
 
     Only seeds that both routers have are compared. A router that uses more experts per token than the baseline has a further
-    difference, `equal_compute`, to the baseline with more experts (`smoe[k=3]`, or `matched_name`), if that was trained.
+    difference, `equal_compute`, to the baseline with more experts (`smoe[k=3]`, or `matched_name`), if that was trained in
+    the same way: plainly, or with the same braces.
     """
     routers = list(dict.fromkeys(result["router"] for result in results))
     if baseline not in routers:
@@ -76,7 +77,8 @@ def _rows_of_setting(results: Sequence[Result], baseline: str) -> list[Row]:
     for place, row in enumerate(rows if theirs else []):
         if row.uses_more_compute and not row.is_baseline_with_other_k(baseline):
             needed = row.experts_per_token - COMPUTE_TOLERANCE
-            enough = [one for one in rows if one.is_baseline_with_other_k(baseline) and one.experts_per_token >= needed]
+            others = [one for one in rows if one.is_baseline_with_other_k(baseline) and one.training == row.training]
+            enough = [one for one in others if one.experts_per_token >= needed]
             smallest = min(enough, key=lambda one: one.experts_per_token, default=None)
             if smallest and (found := _difference(by_router[smallest.router], by_router[row.router], _reader("clean"))):
                 rows[place] = replace(row, equal_compute=EqualCompute(smallest.router, found))
