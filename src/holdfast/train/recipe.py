@@ -615,10 +615,16 @@ class RouterChoice:
 def require_different(choices: Sequence[RouterChoice], recipe: Recipe) -> None:
     """Raise ValueError if two choices are the same router, trained in the same way, in two spellings."""
     for one, other in combinations(choices, 2):
-        if (one.router, one.options, one.k) == (other.router, other.options, other.k) and (
-            one.training == other.training or one.recipe(recipe) == other.recipe(recipe)
-        ):
+        routers = [(each.router, each.options, each.k) for each in (one, other)]
+        if routers[0] == routers[1] and _same_training(one, other, recipe):
             raise ValueError(f"{one.name} and {other.name} are the same router with the same training: name one.")
+
+
+def _same_training(one: RouterChoice, other: RouterChoice, recipe: Recipe) -> bool:
+    try:
+        return one.training == other.training or one.recipe(recipe) == other.recipe(recipe)
+    except ValueError:  # a wrong training is refused with the name of its choice when its cell is checked
+        return False
 
 
 def parse_routers(written: str) -> list[RouterChoice]:
