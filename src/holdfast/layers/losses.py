@@ -165,7 +165,7 @@ class Losses:
         for term in fields(self):
             value = getattr(self, term.name)
             # A negative coefficient would reward what the loss penalises.
-            if not isinstance(value, int | float) or not 0 <= value < math.inf:
+            if isinstance(value, str) or not 0 <= value < math.inf:
                 raise ValueError(f"{term.name} is {value!r}; a coefficient is a finite number that is not negative.")
         if self.word_noise > 1 or (self.word_noise and not self.consistency):
             raise ValueError(
