@@ -33,7 +33,7 @@ from holdfast.metrics.tasks import IGNORED, LABEL_METRICS, label_metric, label_m
 from holdfast.metrics.token_routes import MOST_TOKENS, View
 from holdfast.stored import without_nan
 from holdfast.train.recipe import Recipe
-from holdfast.train.start import padding_token, recipe_tokenizer, start_model
+from holdfast.train.start import padding_token, start_model
 from holdfast.train.task import (
     AttackTable,
     Examples,
@@ -46,7 +46,7 @@ from holdfast.train.task import (
     forward,
 )
 from holdfast.train.text_guides import label_score
-from holdfast.train.text_task import TextsTask, tokens_per_batch
+from holdfast.train.text_task import TextsTask, recipe_tokenizer, tokens_per_batch
 
 PROBE_TOKENS = 2048  # with padding, rounded up to whole texts
 VALIDATION_TEXTS = 4096  # at most

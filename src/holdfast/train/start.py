@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from holdfast.data import Corpus, PixelScaling, Tokenizer, tokenizer
+from holdfast.data import PixelScaling, Tokenizer
 from holdfast.data.tokenizers import Bytes, HubTokenizer, Vocabulary
 from holdfast.errors import unknown_name
 from holdfast.files import read_json
@@ -29,7 +29,7 @@ from holdfast.hub.checkpoint import load_with_head, local_folder
 from holdfast.hub.families import DENSE_FAMILIES
 from holdfast.hub.folder_files import PROCESSOR, check_files, family_values, sha256_of
 from holdfast.model_size import build_or_refuse
-from holdfast.train.recipe import ModelPart, Recipe
+from holdfast.train.recipe import ModelPart
 from holdfast.train.task_record import MODEL, is_trained, read_record
 
 HEADS = {  # Auto classes of transformers
@@ -193,14 +193,6 @@ def start_tokenizer(checkpoint: str, given: str | None = None) -> Tokenizer:
             "use its own."
         )
     return own
-
-
-def recipe_tokenizer(recipe: Recipe, training: Callable[[], Corpus]) -> Tokenizer:
-    """Return the tokeniser of the recipe's checkpoint, or a new one from the `training` texts."""
-    part = recipe.data
-    if recipe.model.checkpoint is not None:
-        return start_tokenizer(recipe.model.checkpoint, part.tokens)
-    return tokenizer(training(), part.tokens or "words", size=part.vocabulary)
 
 
 def padding_token(used: Tokenizer) -> int:

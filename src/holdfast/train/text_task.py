@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 
 from holdfast.attacks import AttackedText, Scored, Version, attack_texts, find_attack, swap_words, swappable, words_in
 from holdfast.attacks.text import Span, Spans
-from holdfast.data import Blocks, Document, Tokenizer, corpus
+from holdfast.data import Blocks, Corpus, Document, Tokenizer, corpus, tokenizer
 from holdfast.data.encoded_texts import EncodedTexts
 from holdfast.data.tokenizers import Vocabulary, token_texts
 from holdfast.hub.tracing import require_known_tokens, require_positions
@@ -27,7 +27,7 @@ from holdfast.metrics import ChosenMetrics, block_losses, cost_of_attack, token_
 from holdfast.metrics.token_routes import MOST_TOKENS, Example, View, tokens_to_show
 from holdfast.train.recipe import TEXT_METHODS, Recipe
 from holdfast.train.snapshots import Changed, record_routes, shown_routes
-from holdfast.train.start import recipe_tokenizer, start_model
+from holdfast.train.start import start_model, start_tokenizer
 from holdfast.train.task import (
     AttackTable,
     Examples,
@@ -515,3 +515,11 @@ def cost_between(clean: tuple[ScoredText, Tensor], attacked: tuple[ScoredText, T
     before, after = (block_losses(losses, text.block[1:], count) for text, losses in (clean, attacked))
     cost = cost_of_attack(before, after)
     return None if cost is None else cost.summary()
+
+
+def recipe_tokenizer(recipe: Recipe, training: Callable[[], Corpus]) -> Tokenizer:
+    """Return the tokeniser of the recipe's checkpoint, or a new one from the `training` texts."""
+    part = recipe.data
+    if recipe.model.checkpoint is not None:
+        return start_tokenizer(recipe.model.checkpoint, part.tokens)
+    return tokenizer(training(), part.tokens or "words", size=part.vocabulary)

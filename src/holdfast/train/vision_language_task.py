@@ -63,7 +63,7 @@ from holdfast.train.question_scoring import (
 )
 from holdfast.train.recipe import Recipe, StagePart
 from holdfast.train.snapshots import Changed, record_routes, shown_routes
-from holdfast.train.start import padding_token, recipe_tokenizer, start_model, start_scaling
+from holdfast.train.start import padding_token, start_model, start_scaling
 from holdfast.train.task import (
     Examples,
     HeldOut,
@@ -75,6 +75,7 @@ from holdfast.train.task import (
     evenly_spaced,
     without_attack_warnings,
 )
+from holdfast.train.text_task import recipe_tokenizer
 
 HEAD = "vision-language"
 CONVERTED = ("rope_theta", "vision_use_head")  # entries that transformers reads, and not every config has
