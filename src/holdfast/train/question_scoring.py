@@ -12,6 +12,7 @@ Rows of similar length are in one batch, padded on the right. No KV cache is use
 routes as in training.
 """
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -142,7 +143,9 @@ def generate(model: Any, asked: Sequence[Asked], pictures: Pictures, encoder: Qu
         following: dict[int, int] = {}
 
         def read(chosen: Sequence[int], logits: Tensor, ends: Tensor) -> None:
-            best = logits[torch.arange(len(chosen)), ends].argmax(-1).tolist()
+            last = logits[torch.arange(len(chosen)), ends]
+            last[:, encoder.picture] = -math.inf  # a new token of a picture would have none
+            best = last.argmax(-1).tolist()
             following.update({going[key]: token for key, token in zip(chosen, best, strict=True)})  # noqa: B023
 
         whole = [[*asked[number].row, *found[number]] for number in going]
