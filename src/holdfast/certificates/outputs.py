@@ -35,7 +35,7 @@ T tokens, E networks, d width, h hidden width
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor
@@ -159,6 +159,14 @@ class LayerParts:
     scale: float = 1.0
 
 
+class LayerWithParts(Protocol):
+    """A layer that declares its parts, as `holdfast.MoE` does."""
+
+    def output_parts(self) -> LayerParts: ...
+
+    def __call__(self, tokens: Tensor, context: Context | None = None) -> tuple[Tensor, Any]: ...
+
+
 @final
 @dataclass(frozen=True)
 class OutputCertificate(TokenRecord):
@@ -198,12 +206,16 @@ class OutputCertificate(TokenRecord):
 
 @torch.no_grad()
 def certify_output(
-    layer: Any, tokens: Tensor, radii: Sequence[float], context: Context | None = None, *, relative: bool = False
+    layer: LayerParts | LayerWithParts,
+    tokens: Tensor,
+    radii: Sequence[float],
+    context: Context | None = None,
+    *,
+    relative: bool = False,
 ) -> OutputCertificate:
     """Bound the change of a layer's output for every perturbation of up to each of `radii`, in l2, of each token.
 
-    layer     the parts of a layer (`LayerParts`), or a layer in evaluation mode that has them as `output_parts()`, as a
-              `holdfast.MoE` does
+    layer     a `holdfast.MoE` in evaluation mode, or the parts of a layer
     tokens    (B,N,d) or (T,d), the layer's input
     context   the context that the router is called with; it is not perturbed
     relative  radii are multiples of each token's own length
@@ -214,7 +226,7 @@ def certify_output(
         found = certify_output(layer, tokens, [0.01, 0.1], relative=True)
         found.share(0.5)  # for each radius, the share of tokens whose output changes by at most half of its length
     """
-    parts: LayerParts = layer if isinstance(layer, LayerParts) else layer.output_parts()
+    parts = layer if isinstance(layer, LayerParts) else layer.output_parts()
     given = tuple(float(radius) for radius in radii)
     if not given or not all(0 <= radius < float("inf") for radius in given):
         raise ValueError(f"radii are {list(given)}; expected at least one finite number, none of them negative.")
@@ -304,7 +316,7 @@ def _bounds(parts: LayerParts, moving: WeightChange, rows: Tensor, limits: Tenso
     return torch.stack(bounds, 1), torch.stack(changes, 1), torch.stack(reaches, 1), outputs
 
 
-def _require_output(layer: Any, tokens: Tensor, context: Context | None, declared: Tensor, real: Tensor) -> None:
+def _require_output(layer: LayerWithParts, tokens: Tensor, context: Context | None, declared: Tensor, real: Tensor) -> None:
     """Raise NoCertificate if a layer computes something else than its parts, as classes of one's own or hooks may."""
     computed = layer(tokens.detach(), context)[0].flatten(0, -2).double()
     apart = ((computed - declared).norm(dim=1) / declared.norm(dim=1))[real].nan_to_num(nan=0.0)

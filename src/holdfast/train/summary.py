@@ -92,11 +92,6 @@ def _row(mine: Seeds, theirs: Seeds) -> Row:
     experts = _experts_per_token(results)
     cost = level_of([_cost(result) for result in results])
     names = dict.fromkeys(name for result in results for name in result["clean"].get("metrics", {}))
-    keys = {"": "figure", "_kept": "figure_of_kept", "_bits_per_byte": "bits_per_byte"}
-    texts = ("clean", "attacked")
-    figures: dict[str, Any] = {f"{text}{name}": _mean(results, text, key) for text in texts for name, key in keys.items()}
-    figures |= {f"{name}_difference": _difference(theirs, mine, _reader(name)) for name in (*texts, "consistency")}
-    figures |= {name: _mean(results, "origin", name) for name in ("step_seconds", "flops", "peak_bytes")}
     return Row(
         router=first["router"],
         settings=first.get("settings", {}),
@@ -105,12 +100,24 @@ def _row(mine: Seeds, theirs: Seeds) -> Row:
         apart=apart,
         experts_per_token=experts,
         more_compute=experts / _experts_per_token(list(theirs.values())) - 1 if theirs and apart is None else 0.0,
-        examples={text: first[text].get("examples") for text in texts},
+        examples={text: first[text].get("examples") for text in ("clean", "attacked")},
+        clean=_mean(results, "clean", "figure"),
+        clean_difference=_difference(theirs, mine, _reader("clean")),
+        attacked=_mean(results, "attacked", "figure"),
+        attacked_difference=_difference(theirs, mine, _reader("attacked")),
         attacked_clean=_mean(results, "attacked", "clean"),
+        clean_kept=_mean(results, "clean", "figure_of_kept"),
+        attacked_kept=_mean(results, "attacked", "figure_of_kept"),
+        clean_bits_per_byte=_mean(results, "clean", "bits_per_byte"),
+        attacked_bits_per_byte=_mean(results, "attacked", "bits_per_byte"),
         predictions_changed=_mean(results, "attacked", "predictions_changed"),
         cost=None if cost is None else RowCost(**vars(cost)),
         cost_difference=None if cost is None else _difference(theirs, mine, _cost),
         consistency=level_of([_reader("consistency")(result) for result in results]),
+        consistency_difference=_difference(theirs, mine, _reader("consistency")),
+        step_seconds=_mean(results, "origin", "step_seconds"),
+        flops=_mean(results, "origin", "flops"),
+        peak_bytes=_mean(results, "origin", "peak_bytes"),
         metrics={name: _metric(mine, theirs, name) for name in names},
         shifts={
             name: ShiftRow(
@@ -123,7 +130,6 @@ def _row(mine: Seeds, theirs: Seeds) -> Row:
         },
         scores=_scores(mine, theirs),
         curves=_curves(results),
-        **figures,
     )
 
 
