@@ -75,8 +75,8 @@ must be fixed beforehand, in `benchmarks/verdicts.yaml`, and all must be there. 
 """
 BEGUN = """## Begun: too few seeds
 
-No router of these experiments has three seeds that its baseline has too. They show what is being measured, and nothing about
-routers: seeds differ by as much.
+In these experiments no router has three seeds in common with its baseline yet. The tables show what is measured. They say
+nothing about routers, because seeds differ by as much.
 """
 EARLIER = """## What we got wrong before
 

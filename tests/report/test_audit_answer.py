@@ -97,7 +97,8 @@ def test_the_answer_is_one_sentence(shares: list[Any], says: str) -> None:
 def test_a_larger_output_change_by_flips_is_said() -> None:
     found = Answer("smoe", {}, {"noise.0.01": 0.5, "noise.0.05": 4.2})
     said = "the output change by flips is smaller under 1 of 2 perturbations, by 50%"
-    assert jump_words(found) == f"{said}; under the others it is up to 4.2 times as large."
+    assert jump_words(found) == f"{said}, and larger under 1, at most 4.2 times as large."
+    assert jump_words(Answer("smoe", {}, {"words": 1.0})).endswith("smaller under 0 of 1 perturbation.")
 
 
 def test_the_picture_has_the_numbers_of_the_report_the_most_changed_predictions_first() -> None:

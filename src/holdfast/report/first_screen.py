@@ -159,13 +159,13 @@ def jump_words(found: Answer) -> str:
     if not ratios:
         return "flips change no output."
     falls = [ratio for ratio in ratios if ratio < 1]
-    rises = [ratio for ratio in ratios if ratio >= 1]
+    rises = [ratio for ratio in ratios if ratio > 1]
     said = f"the output change by flips is smaller under {len(falls)} of {_perturbations(len(ratios))}"
     if falls:
         low, high = (short_share(1 - ratio) for ratio in (max(falls), min(falls)))
         said += f", by {low}" if low == high else f", by {low} to {high}"
     if rises:
-        said += f"; under {'the others' if falls else 'all'} it is up to {max(rises):.2g} times as large"
+        said += f", and larger under {len(rises)}, at most {max(rises):.2g} times as large"
     return f"{said}."
 
 
