@@ -186,6 +186,25 @@ def test_perturbations_are_within_the_budget(kind: str, tiny: MakeRecipe, digits
             assert float(((each - clean).norm(dim=-1) / clean.norm(dim=-1)).max()) <= BUDGET * (1 + 1e-5)
 
 
+def test_a_step_of_noise_alone_is_a_plain_step_on_the_noisy_batch(digits: MakeRecipe) -> None:
+    models = []
+    for part in (RobustPart(method="noise", budget=0.25, mix=1.0), None):
+        model, task, batch = model_and_batch(digits({"losses.z": 0.01}), "symphony+smooth")
+        torch.manual_seed(0)
+        if part is None:
+            noise = 0.25 * torch.randn_like(batch["pixel_values"])
+            batch = batch | {"pixel_values": batch["pixel_values"] + noise / 0.5}
+        step_of(model, task, part).add_gradients([batch], model)
+        models.append(model)
+    gradients = [gradients_of(model) for model in models]
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradient, gradients[1][name], rtol=1e-4, atol=1e-7, msg=name)
+    for (name, found), expected in zip(models[0].named_buffers(), models[1].buffers(), strict=True):
+        torch.testing.assert_close(found, expected, msg=name)
+    assert any(float(buffer.float().abs().sum()) > 0 for name, buffer in models[0].named_buffers() if "select" in name)
+
+
 def test_noise_has_the_budget_as_its_standard_deviation_and_is_not_clipped(tiny: MakeRecipe, digits: MakeRecipe) -> None:
     part = RobustPart(method="noise", budget=0.25)
     model, task, batch = model_and_batch(digits(), "smoe")
@@ -367,7 +386,7 @@ def test_experts_with_scaled_gradients_have_them_in_the_perturbed_view_too(tiny:
     found = []
     for router in ("smoe", "smoe[gradient_scaling=10]"):
         model, task, batch = model_and_batch(tiny({"losses.balance": 0}), router)
-        part = RobustPart(method="noise", budget=1e-6, mix=1.0)
+        part = RobustPart(method="fast", budget=1e-6, mix=1.0)
         step_of(model, task, part).add_gradients([batch], model)
         found.append({name: value for name, value in gradients_of(model).items() if "experts" in name})
     assert all(not torch.allclose(found[0][name], found[1][name]) for name in found[0])

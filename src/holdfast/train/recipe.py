@@ -350,6 +350,11 @@ class RobustPart:
         return self.consistency if self.consistency is not None else 0.1 if self.method in TEXT_METHODS else 0.0
 
     @property
+    def replaces_batch(self) -> bool:
+        """Whether a step reads the noisy batch only."""
+        return self.method == "noise" and self.mix == 1 and not self.weight_of_consistency
+
+    @property
     def compares_gates(self) -> bool:
         """Whether the gates of the clean view are compared with those of the perturbed one."""
         return bool(self.weight_of_consistency or (self.routing and self.routing_term == "leaving"))

@@ -8,12 +8,13 @@
     free    the backward that trains also gives the gradient that moves delta, from which the next step starts; several
             steps in a row use the same batch                                                     Shafahi et al. 2019
     noise   delta is Gaussian, and pixels are not clipped: randomised smoothing reads such inputs Cohen et al. 2019
+            with mix = 1 the step is a plain one on x + delta, which also teaches the routers: no other input is ever read
     words, typos    x + delta is the batch from training texts that were attacked before the training
 
 P projects onto the ball: l_inf around pixels between 0 and 1, or l2 around each embedding of a token, of `budget` times its
 length. A hook adds delta to the output of the embeddings, so that the model still has its token ids.
 
-Only the clean forward teaches: the others compute no router losses, update no router state and draw no router noise. While
+Otherwise only the clean forward teaches: the others compute no router losses, update no router state and draw no router noise. While
 delta is searched there is no dropout either; the parameters are those before the step. The gates and the sets of the clean
 view are those of the clean forward. All of this stays on the device, with fixed numbers of steps, and can be captured in a
 CUDA graph; the only tensors that live from step to step are the deltas of "free".
@@ -102,13 +103,16 @@ class RobustLosses:
         self.deltas: dict[str, Tensor] = {}  # of "free", by micro-batch
 
     def of_batch(self, batch: Inputs, number: int, count: Tensor | None) -> Iterator[Tensor]:
-        """Yield the loss of the clean view, then that of the perturbed view, of micro-batch `number`.
+        """Yield the loss of the clean view, then that of the perturbed view, of micro-batch `number`; or of a noisy batch alone.
 
         The caller runs the backward of each before it takes the next, so that the graph of one is freed before the search.
         `count` is that of `loss_of`.
         """
         options: dict[str, Any] = {} if count is None else {"num_items_in_batch": count}
         clean = clean_inputs(batch)
+        if self.part.replaces_batch:
+            yield self._outputs(clean, self._noise(clean), options)["loss"]
+            return
         with self._routings() as before:
             outputs = self.model(**clean, **options)
         yield self._clean_loss(outputs, clean, options)
