@@ -3,8 +3,10 @@
 python docs/site/results_page.py            # `make results`, after new cells or a change of claims.yaml
 
 It writes the same bytes each time. A page quotes a number behind a comment: the router, the number, and how it is written.
+Before the router stands the experiment, if it is not the first one of `QUOTED`.
 
     <!-- smooth clean difference -->-0.0035 (-0.0097 to +0.0027)<!-- / -->
+    <!-- cifar10:smooth PGD level -->69.03<!-- / -->
 """
 
 import json
@@ -103,8 +105,9 @@ do, and does not rank routers.
 |---|---|---|---|---|---|
 """
 EARLY, LATE = (350, 550), 500  # steps around those of our first verdicts, and before the end
-FIRST = "enwik8-d186d535"  # the experiment that other pages quote, and whose first steps those verdicts are compared with
-QUOTING = ("../README.md", "which-router.md")  # pages in docs that quote numbers
+FIRST = "enwik8-d186d535"  # the experiment whose first steps those verdicts are compared with
+QUOTED = {"": FIRST, "cifar10": "cifar10-088dc798"}  # experiments that other pages quote
+QUOTING = ("../README.md", "which-router.md", "robust-training.md")  # pages in docs that quote numbers
 QUOTE = re.compile(r"(<!-- (\S+) (\S+) (\S+) -->).*?(<!-- / -->)")
 
 
@@ -193,9 +196,14 @@ def quoted(experiment: Experiment, router: str, name: str, kind: str) -> str:
     return shown if kind == "difference" else re.sub(r" \([^)]*\)", "", shown)
 
 
-def with_numbers(page: str, experiment: Experiment) -> str:
-    """Return a page with the numbers that it quotes."""
-    return QUOTE.sub(lambda found: found[1] + quoted(experiment, *found.group(2, 3, 4)) + found[5], page)
+def with_numbers(page: str, experiments: Mapping[str, Experiment]) -> str:
+    """Return a page with the numbers that it quotes from experiments of these names."""
+
+    def number(found: re.Match[str]) -> str:
+        name, _, router = found[2].rpartition(":")
+        return found[1] + quoted(experiments[name], router, *found.group(3, 4)) + found[5]
+
+    return QUOTE.sub(number, page)
 
 
 def read_results(results: Path) -> list[Experiment]:
@@ -250,8 +258,9 @@ def page(results: Path, asked: Asked) -> dict[str, str]:
 
 def files() -> dict[str, str]:
     """Return the page, its pictures and the pages that quote numbers, by their paths in docs."""
-    (first,) = (one for one in read_results(RESULTS) if one.name == FIRST)
-    quoting = {path: with_numbers((DOCS / path).read_text(encoding="utf-8"), first) for path in QUOTING}
+    stored = {one.name: one for one in read_results(RESULTS)}
+    experiments = {name: stored[folder] for name, folder in QUOTED.items()}
+    quoting = {path: with_numbers((DOCS / path).read_text(encoding="utf-8"), experiments) for path in QUOTING}
     return page(RESULTS, asked_for(RESULTS)) | quoting
 
 

@@ -1,5 +1,6 @@
 """How the cells of an experiment were trained, in sentences, and the titles and the order of experiments."""
 
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
@@ -38,10 +39,15 @@ def _experts(experiment: Experiment) -> str:
     return f"top {sparse['k'] or 2} of {sparse['experts']}" if sparse["experts"] else "experts of its start"
 
 
+def _trainings(experiment: Experiment) -> str:
+    methods = [re.search(r"method=(\w+)", training_of(row)) for row in experiment.rows]
+    return f"{' and '.join(sorted({'plain' if found is None else found[1] for found in methods}))} training"
+
+
 def titles(experiments: Sequence[Experiment]) -> dict[str, str]:
     """Return a title for each experiment, by its name: the data, and as much of the setting as makes it unique."""
     found = {one.name: f"{data_name(one)}, {duration(one)}" for one in experiments}
-    further: list[Callable[[Experiment], str]] = [_rate, _experts, lambda one: one.name.rpartition("-")[2]]
+    further: list[Callable[[Experiment], str]] = [_rate, _experts, _trainings, lambda one: one.name.rpartition("-")[2]]
     for facet in further:
         counts = Counter(found.values())
         more = {one.name: facet(one) for one in experiments if counts[found[one.name]] > 1}

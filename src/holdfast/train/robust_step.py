@@ -14,10 +14,10 @@
 P projects onto the ball: l_inf around pixels between 0 and 1, or l2 around each embedding of a token, of `budget` times its
 length. A hook adds delta to the output of the embeddings, so that the model still has its token ids.
 
-Otherwise only the clean forward teaches: the others compute no router losses, update no router state and draw no router noise. While
-delta is searched there is no dropout either; the parameters are those before the step. The gates and the sets of the clean
-view are those of the clean forward. All of this stays on the device, with fixed numbers of steps, and can be captured in a
-CUDA graph; the only tensors that live from step to step are the deltas of "free".
+Otherwise only the clean forward teaches: the others compute no router losses, update no router state and draw no router
+noise. While delta is searched there is no dropout either; the parameters are those before the step. The gates and the sets
+of the clean view are those of the clean forward. All of this stays on the device, with fixed numbers of steps, and can be
+captured in a CUDA graph; the only tensors that live from step to step are the deltas of "free".
 """
 
 from collections.abc import Iterator
@@ -103,7 +103,7 @@ class RobustLosses:
         self.deltas: dict[str, Tensor] = {}  # of "free", by micro-batch
 
     def of_batch(self, batch: Inputs, number: int, count: Tensor | None) -> Iterator[Tensor]:
-        """Yield the loss of the clean view, then that of the perturbed view, of micro-batch `number`; or of a noisy batch alone.
+        """Yield the loss of the clean view, then that of the perturbed view, of micro-batch `number`; or of a noisy batch.
 
         The caller runs the backward of each before it takes the next, so that the graph of one is freed before the search.
         `count` is that of `loss_of`.
