@@ -529,7 +529,12 @@ def test_a_test_question_longer_than_the_positions_is_refused(dialogues: Path) -
     (line, *_) = (dialogues / "pope" / "pope.json").read_text().splitlines()
     (dialogues / "pope" / "pope.json").write_text(json.dumps({**json.loads(line), "text": "word " * 400}))
     task = changed(dialogues, "Sure?", "yes")
-    assert_refused("length is 4.., but the model's positions end at 256", task.initial_model)
+    assert "data.size" not in assert_refused("length is 4.., but the model's positions end at 256", task.initial_model)
+
+
+def test_pictures_of_more_tokens_than_the_positions_are_refused() -> None:
+    task = make_task(small(data__size=216))
+    assert_refused("end at 256 .*; 324 of these tokens are of a picture: set data.size to less", task.initial_model)
 
 
 @pytest.mark.slow

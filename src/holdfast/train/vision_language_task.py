@@ -215,7 +215,10 @@ class VisionLanguageTask(Task):
 
     def initial_model(self) -> Any:
         model = self._new_model()
-        require_positions(model, max(self.width, self.longest_question))
+        length, patches = max(self.width, self.longest_question), self.encoder.patches
+        can_help = self.recipe.model.checkpoint is None and 2 * patches > length  # a checkpoint decides on its own size
+        hint = f"; {patches} of these tokens are of a picture: set data.size to less" if can_help else ""
+        require_positions(model, length, hint)
         if self.start is not None and torch.get_default_device().type != "meta":
             model.load_state_dict(self.start)
         return model
