@@ -314,6 +314,14 @@ def test_flips_within_a_smaller_budget_count_at_larger_ones(on: Any, trained: Pa
         assert nearest == sorted(nearest, reverse=True) and math.isfinite(nearest[-1])
 
 
+def test_a_warning_of_an_attack_names_its_layers(trained: Path, reviews: Path) -> None:
+    _, task = load_model_and_task(str(trained), source=str(reviews))
+    model = build_model(task, "top-p", {"p": 0.25}, seed=0)
+    flags = attack_routers(model, task, "imbalance", budget=[0.1, 0.2], steps=2, tokens=8, seed=0)["flags"]
+    (detail,) = (flag["detail"] for flag in flags if flag["kind"] == "lower bound")
+    assert detail.startswith("layers 0, 1: the number of experts of a token varies"), flags
+
+
 @pytest.mark.parametrize(("router", "k"), [("smear", None), ("smoe", 4)])
 def test_the_attack_on_routes_is_refused_where_all_experts_run(
     router: str, k: int | None, trained: Path, reviews: Path

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from holdfast.attacks import attack_load, attack_routes
+from holdfast.attacks.flags import Flag, flags_of_layers
 from holdfast.attacks.inputs import ascending
 from holdfast.attacks.route_search import Route
 from holdfast.attacks.routes import AttackedRoutes
@@ -134,7 +135,7 @@ def attack_routers(
                 f"every token of this model runs all experts of its layers: the attack {kind} can change nothing."
             )
     calls = _input_calls if on == "inputs" else _embedding_calls
-    rows, summaries, flags = [], [], []
+    rows, summaries, flags = [], [], list[tuple[int, Flag]]()
     curves: dict[str, dict[str, list[float]]] = {}
     with without_attack_warnings(), calls(model, few) as layers:
         for layer, (name, route, given, how) in enumerate(layers):
@@ -145,7 +146,7 @@ def attack_routers(
                 )
                 rows.append([layer, summary["tokens"], one, *values])
                 summaries.append({"layer": name, **summary})
-                flags += [flag for flag in summary["flags"] if flag not in flags]
+                flags += [(layer, flag) for flag in found.flags]
                 curve = curves.setdefault(f"layer {layer}", {"budgets": [], "figure": []})
                 curve["budgets"].append(one)
                 curve["figure"].append(values[0])
@@ -157,7 +158,7 @@ def attack_routers(
         "All numbers are what a search found, within this budget or a smaller one: the worst case may be worse.",
         "columns": ["layer", "tokens", "budget", *attack.columns],
         "rows": rows,
-        "flags": flags,
+        "flags": flags_of_layers(flags),
         "summary": {"attack": kind, "perturbed": what, "layers": summaries},
         "lines": {"x": "budget, as a share of each length", "y": attack.columns[0], "curves": curves},
     }
