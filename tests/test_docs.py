@@ -18,6 +18,7 @@ import holdfast
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"  # its example opens a model: tests/documentation/test_readme.py
 DISTRIBUTED = ROOT / "docs" / "how-to" / "several-gpus.md"
+QUESTIONS = ROOT / "docs" / "vision-language.md"  # reads a trained model: tests/train/test_vision_language_task.py
 TUTORIALS = ROOT / "docs" / "tutorials"  # tests/documentation/test_tutorials.py runs their Python
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
@@ -35,7 +36,8 @@ def commands() -> list[str]:
 def test_the_python_of_the_documents_runs(tmp_path: Path) -> None:
     """Each example in a process of its own, as a newcomer's script: what it registers stays there."""
     scripts = []
-    for document in (path for path in DOCUMENTS if path not in (README, DISTRIBUTED) and path.parent != TUTORIALS):
+    elsewhere = README, DISTRIBUTED, QUESTIONS
+    for document in (path for path in DOCUMENTS if path not in elsewhere and path.parent != TUTORIALS):
         for number, block in enumerate(blocks(document, "python"), start=1):
             scripts.append(tmp_path / f"{document.stem}-{number}.py")
             scripts[-1].write_text(block)

@@ -119,13 +119,14 @@ def duration(seconds: float) -> str:
 
 
 def quiet() -> None:
-    """Turn off the messages, warnings and bars of torch and transformers: Holdfast's commands have their own."""
+    """Turn off the messages, warnings and bars of other libraries: Holdfast's commands have their own."""
     import transformers
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     if "TORCH_LOGS" not in os.environ:
-        logging.getLogger("torch").setLevel(logging.ERROR)
+        for name in ("bitsandbytes", "torch", "torchao"):  # the first and the last warn of a kernel that does not load
+            logging.getLogger(name).setLevel(logging.ERROR)
     if not sys.warnoptions:
         warnings.filterwarnings("ignore", module=r"(accelerate|torch|torchao|transformers)(\.|$)")
         warnings.filterwarnings("ignore", message=r"(?s).*Triggered internally at")  # of C++, in whichever module

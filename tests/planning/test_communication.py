@@ -26,6 +26,7 @@ def sparse(router: str = "smoe", **options: Any) -> Any:
         *((name, {}) for name in [*IN_TEXT_MODELS, "symphony+attention", "ac+smooth"]),
         ("ac", {"stats": "batch"}),
         ("smooth", {"control": "loss"}),
+        ("smoe", {"gradient_scaling": 10.0}),
     ],
     ids=str,
 )

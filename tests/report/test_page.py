@@ -14,6 +14,7 @@ from report.tags import Tags
 
 from holdfast.report import render
 from holdfast.report.comparison_page import how, made
+from holdfast.report.comparison_tables import metrics_table
 from holdfast.report.page_shell import THEMES, luminance
 from holdfast.report.plot_data import MARKS, SYMBOLS, WIDTH, wrapped_label
 from holdfast.report.plots import plots
@@ -62,6 +63,15 @@ def test_figures_of_untouched_words_are_shown_only_where_they_are_stored() -> No
                for content in (stored(), stored_images())]  # fmt: skip
     for text in ("clean", "attacked"):
         assert [f"{text}, untouched words" in found for found in columns] == [True, False]
+
+
+def test_a_metric_without_a_figure_under_attack_has_no_column_for_it() -> None:
+    content = stored()
+    content["run"]["metrics"] = [{"name": name, "about": "", "better": "lower"} for name in ("blind", "prior")]
+    for row in content["rows"]:
+        row["metrics"] = {"blind": {"clean": 0.5, "attacked": 0.75}, "prior": {"clean": 0.25}}
+    columns = metrics_table(parse(content)).columns
+    assert "blind, attacked, difference" in columns and not any("prior, attacked" in name for name in columns)
 
 
 def test_rows_have_the_same_columns_although_routers_differ() -> None:

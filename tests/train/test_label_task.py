@@ -314,13 +314,30 @@ def test_flips_within_a_smaller_budget_count_at_larger_ones(on: Any, trained: Pa
         assert nearest == sorted(nearest, reverse=True) and math.isfinite(nearest[-1])
 
 
+def test_a_warning_of_an_attack_names_its_layers(trained: Path, reviews: Path) -> None:
+    _, task = load_model_and_task(str(trained), source=str(reviews))
+    model = build_model(task, "top-p", {"p": 0.25}, seed=0)
+    flags = attack_routers(model, task, "imbalance", budget=[0.1, 0.2], steps=2, tokens=8, seed=0)["flags"]
+    (detail,) = (flag["detail"] for flag in flags if flag["kind"] == "lower bound")
+    assert detail.startswith("layers 0, 1: the number of experts of a token varies"), flags
+
+
 @pytest.mark.parametrize(("router", "k"), [("smear", None), ("smoe", 4)])
 def test_the_attack_on_routes_is_refused_where_all_experts_run(
     router: str, k: int | None, trained: Path, reviews: Path
 ) -> None:
     _, task = load_model_and_task(str(trained), source=str(reviews))
     model = build_model(task, router, {"causal": False} if router == "smear" else {}, seed=0, k=k)
-    assert_refused("all experts of its layers", attack_routers, model, task, budget=0.1, steps=2, tokens=8, seed=0)
+    how: dict[str, Any] = {"budget": 0.1, "steps": 2, "tokens": 8, "seed": 0}
+    assert_refused("all experts of its layers", attack_routers, model, task, **how)
+    if router == "smear":  # with another layer, only that one is attacked
+        mixed = build_model(task, "smear[causal=false]@0|smoe", {}, seed=0)
+        for kind in ("imbalance", "expert", "routes"):
+            found = attack_routers(mixed, task, kind, **(how | ({"expert": 1} if kind == "expert" else {})))
+            assert [row[0] for row in found["rows"]] == [1] and "are left out" in found["caption"]
+        fewer = build_model(task, "top-p", {}, seed=0)  # asks for all experts, and may ask for fewer
+        assert max(row[3] for row in attack_routers(fewer, task, **{**how, "budget": 5.0})["rows"]) > 0
+        assert_refused("all experts of its layers", attack_routers, fewer, task, "imbalance", **how)
 
 
 def test_embeddings_and_suffixes_of_labelled_texts_are_attacked(trained: Path, reviews: Path) -> None:

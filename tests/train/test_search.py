@@ -61,6 +61,10 @@ def test_a_limit_that_is_no_number_is_refused(written: str) -> None:
     assert_refused("write 1.1x for 1.1 times those of the baseline", lambda: read_limit(written, 100.0))
 
 
+def test_a_multiple_without_its_x_is_refused() -> None:
+    assert_refused("write 1.2x for a multiple of the baseline's", lambda: read_limit("1.2", 100.0))
+
+
 @pytest.mark.slow
 def test_a_search_trains_all_then_the_best_for_longer(text: Path, tiny: MakeRecipe, tmp_path: Path) -> None:
     changes = {**TEXT, "data.source": str(text)}

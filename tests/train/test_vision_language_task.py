@@ -12,6 +12,7 @@ import pytest
 import torch
 from interrupting import Interrupted
 from PIL import Image
+from test_docs import QUESTIONS, blocks
 from torch.nn.functional import cross_entropy
 from wording import assert_refused
 
@@ -21,7 +22,7 @@ from holdfast.data.questions import Dialogue, cell_targets, prior_error
 from holdfast.data.scenes import scene
 from holdfast.hub import trace
 from holdfast.hub.layers import moe_layers
-from holdfast.train import Recipe, build_model, load_recipe, make_task, parse_routers
+from holdfast.train import Recipe, build_model, load_recipe, make_task, parse_routers, save_trained
 from holdfast.train.building import preflight
 from holdfast.train.modality_routes import common_tokens
 from holdfast.train.question_scoring import (
@@ -131,6 +132,31 @@ def test_generated_answers_are_those_of_transformers(task: VisionLanguageTask, m
         how = {"max_new_tokens": most, "do_sample": False, "eos_token_id": task.encoder.end, "pad_token_id": 0}
         said = model.generate(input_ids=ids, pixel_values=2 * test.pictures.pixels([number]) - 1, **how)[0, ids.shape[1] :]
         assert found[number] == [token for token in said.tolist() if token != task.encoder.end]
+
+
+@pytest.mark.parametrize("tokens", ["words", "lines", "bytes"])
+def test_a_saved_processor_reads_pictures_and_questions_as_the_task_does(tokens: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    task = make_task(small(data__tokens=tokens))
+    assert isinstance(task, VisionLanguageTask)
+    save_trained(build_model(task, "smoe", {}, seed=0), task, tmp_path)
+    folder, test = tmp_path / "model", task.question_set.tests["test"]
+    if tokens == "bytes":  # transformers has no such tokeniser
+        assert not list(folder.glob("*processor*"))
+        return
+    processor, model = AutoProcessor.from_pretrained(folder), AutoModelForImageTextToText.from_pretrained(folder)
+    answers = generate(model, task.asked["test"][:12], task._read(test.pictures), task.encoder)
+    for number, (one, answer) in enumerate(zip(task.asked["test"], answers, strict=False)):
+        pixels = test.pictures.pixels([number])
+        picture = Image.fromarray((255 * pixels[0]).round().byte().permute(1, 2, 0).numpy())
+        inputs = processor(images=picture, text=f"USER: {one.put.text}\nASSISTANT:", return_tensors="pt")
+        assert inputs["input_ids"].tolist() == task.encoder.batch([one.row])["input_ids"].tolist()
+        assert torch.allclose(inputs["pixel_values"], task.scaling(pixels), atol=1e-5)
+        most = 1 + max(map(len, one.options))
+        said = model.generate(**inputs, max_new_tokens=most, do_sample=False, suppress_tokens=[task.encoder.picture])
+        said = said[0, inputs["input_ids"].shape[1] :].tolist()
+        assert [token for token in said if token != processor.tokenizer.eos_token_id] == answer
 
 
 def test_an_answer_is_the_longest_option_that_a_text_begins_with() -> None:
@@ -503,31 +529,42 @@ def test_a_test_question_longer_than_the_positions_is_refused(dialogues: Path) -
     (line, *_) = (dialogues / "pope" / "pope.json").read_text().splitlines()
     (dialogues / "pope" / "pope.json").write_text(json.dumps({**json.loads(line), "text": "word " * 400}))
     task = changed(dialogues, "Sure?", "yes")
-    assert_refused("length is 4.., but the model's positions end at 256", task.initial_model)
+    assert "data.size" not in assert_refused("length is 4.., but the model's positions end at 256", task.initial_model)
+
+
+def test_pictures_of_more_tokens_than_the_positions_are_refused() -> None:
+    task = make_task(small(data__size=216))
+    assert_refused("end at 256 .*; 324 of these tokens are of a picture: set data.size to less", task.initial_model)
 
 
 @pytest.mark.slow
-def test_a_comparison_runs_from_end_to_end_and_its_cells_are_evaluated_and_attacked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_comparison_runs_from_end_to_end_and_its_cells_are_evaluated_attacked_and_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from holdfast_command import main
 
+    monkeypatch.chdir(tmp_path)
+
     pairs = [f"{key}={value}" for key, value in SMALL.items()]
     compare = ["compare", "--recipe", "llava-tiny", "--seeds", "1", "--routers", "smoe,symphony", "--out"]
-    compare.append(str(tmp_path / "run"))
+    compare.append(str(tmp_path / "comparison"))
     assert main([*compare, "--steps", "4", "--set", *pairs, "sparse.parts=[vision, connector, language]"]) == 0
     said = capsys.readouterr().out
     for name in (PRIOR, BLIND, GENERATED, "held-out combinations", "experts of one modality", "Report:"):
         assert name in said
-    stored = json.loads((tmp_path / "run" / "results.json").read_text())
+    stored = json.loads((tmp_path / "comparison" / "results.json").read_text())
     assert [cell["router"] for cell in stored["cells"]] == ["smoe", "symphony"]
-    assert len(list((tmp_path / "run" / "stages").iterdir())) == 1  # both cells start from the same stages
+    assert len(list((tmp_path / "comparison" / "stages").iterdir())) == 1  # both cells start from the same stages
     assert len({cell["first_batch"] for cell in stored["cells"]}) == 1
-    cell = str(tmp_path / "run" / "cells" / "smoe-seed0")
+    cell = str(tmp_path / "comparison" / "cells" / "smoe-seed0")
     assert main(["evaluate", cell]) == 0
     said = capsys.readouterr().out
     assert "reworded questions" in said and "text tokens that flip, pictures corrupted" in said
     assert main(["attack", cell, "routes", "--budget", "0.1", "--examples", "40"]) == 0
+    Image.new("RGBA", (50, 40)).save("picture.png")
+    (example,) = blocks(QUESTIONS, "python")
+    exec(example, {})
+    assert capsys.readouterr().out.strip()
     page = tmp_path / "attack.html"
     pixels = ["fgsm,pgd", "--budget", "0", "0.1", "--steps", "2", "--examples", "20", "--page", str(page)]
     assert main(["attack", cell, *pixels]) == 0 and "accuracy, %" in capsys.readouterr().out and page.exists()

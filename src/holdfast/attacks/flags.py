@@ -5,7 +5,7 @@ vanish (there was no direction to follow), or if an attack without gradients doe
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -70,6 +70,15 @@ def warn(*flags: Flag) -> tuple[Flag, ...]:
     for flag in flags:
         warnings.warn(str(flag), AttackWarning, stacklevel=3)
     return flags
+
+
+def flags_of_layers(found: Iterable[tuple[int, Flag]]) -> list[dict[str, Json]]:
+    """Return the summary of each flag once, with the layers that it is about."""
+    layers: dict[Flag, list[int]] = {}
+    for layer, flag in dict.fromkeys(found):
+        layers.setdefault(flag, []).append(layer)
+    where = {flag: f"layer{'s' if at[1:] else ''} {', '.join(map(str, at))}" for flag, at in layers.items()}
+    return [{"kind": flag.kind, "detail": f"{where[flag]}: {flag.detail}"} for flag in layers]
 
 
 def check_model(model: Model, inputs: Tensor, labels: Tensor) -> tuple[Flag, ...]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from holdfast.attacks import random_tokens, search_tokens
-from holdfast.attacks.flags import Flag, black_box_flag
+from holdfast.attacks.flags import Flag, black_box_flag, flags_of_layers
 from holdfast.attacks.inputs import ascending
 from holdfast.attacks.threat import derived_seed
 from holdfast.auditing.triggers import InsertedTokens, allowed_tokens
@@ -46,7 +46,7 @@ def attack_suffix(
     if not 0 <= expert < experts:
         raise ValueError(f"expert is {expert}; the experts have the numbers 0 to {experts - 1}.")
     weights = torch.tensor([float(text.counted.sum()) for text in texts]).double()
-    rows, summaries, curves, flags = [], [], dict[str, dict[str, list[float]]](), list[Any]()
+    rows, summaries, curves, flags = [], [], dict[str, dict[str, list[float]]](), list[tuple[int, Flag]]()
     for layer in range(len(without[0])):
         before = torch.stack([each[layer].chosen[0, 0, expert].double() for each in without])
         best: list[Tensor] = [torch.empty(0, dtype=torch.int64) for _ in texts]
@@ -61,8 +61,7 @@ def attack_suffix(
             rows.append([layer, int(weights.sum()), size, share, clean, drawn, expert])
             summary = {"layer": layer, "budget": size, "share": share, "clean": clean, "random": drawn}
             summaries.append({**summary, "suffixes": [one.tolist() for one in best], "steps": steps, "seed": seed})
-            for flag in dict.fromkeys(flag for one in found for flag in one[3]):
-                flags += [flag.summary()] if flag.summary() not in flags else []
+            flags += [(layer, flag) for one in found for flag in one[3]]
             curve = curves.setdefault(f"layer {layer}", {"budgets": [0], "figure": [clean]})
             curve["budgets"].append(size)
             curve["figure"].append(share)
@@ -72,7 +71,7 @@ def attack_suffix(
         "Each text and layer has its own suffix; a search may miss a better one.",
         "columns": ["layer", "tokens", "budget", *COLUMNS],
         "rows": rows,
-        "flags": flags,
+        "flags": flags_of_layers(flags),
         "summary": {"attack": "suffix", "expert": expert, "layers": summaries},
         "lines": {"x": "budget, tokens of the suffix", "y": COLUMNS[0], "curves": curves},
     }

@@ -24,7 +24,7 @@ END = "<eos>"
 
 Span = tuple[int, int]  # characters, [start, end)
 
-_WORD = re.compile(r"\w+|[^\w\s]")
+WORD = re.compile(r"\w+|[^\w\s]")
 _PARAGRAPH_END = re.compile(rb"\n[ \t\r]*\n")
 _LINE_END = re.compile(rb"\n")
 
@@ -131,12 +131,12 @@ class WordSplitter:
 
 def words(text: str) -> list[str]:
     """Return words and punctuation marks, in lower case."""
-    return _WORD.findall(text.lower())
+    return WORD.findall(text.lower())
 
 
 def _word_spans(text: str) -> list[Span]:
     lower = text.lower()
-    spans = [match.span() for match in _WORD.finditer(lower)]
+    spans = [match.span() for match in WORD.finditer(lower)]
     if len(lower) == len(text):
         return spans
     # Lower case may have more letters, for example of a dotted capital I: map each of them back to its origin.

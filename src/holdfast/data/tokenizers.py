@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from holdfast.data.documents import END, UNKNOWN, WORD_SPLITTERS, Corpus, Document
+from holdfast.data.documents import END, UNKNOWN, WORD, WORD_SPLITTERS, Corpus, Document
 from holdfast.data.files import checksum
 from holdfast.errors import unknown_name
 
@@ -290,6 +290,22 @@ class HubTokenizer(Tokenizer):
 
     def _encode(self, texts: list[str], **options: Any) -> Any:
         return self.tokenizer(texts, add_special_tokens=False, verbose=False, **options)
+
+
+def saved_tokenizer(used: Tokenizer, special: str) -> Any:
+    """Return transformers' tokeniser of the same tokens; None for bytes. To words it adds the `special` token."""
+    if not isinstance(used, Vocabulary):
+        return used.tokenizer if isinstance(used, HubTokenizer) else None
+    from tokenizers import Regex, models, normalizers, pre_tokenizers
+    from tokenizers import Tokenizer as Words
+    from transformers import PreTrainedTokenizerFast
+
+    has_marks = used.name == "words"  # which are words of their own, and all in lower case
+    found = Words(models.WordLevel({word: number for number, word in enumerate(used.words)}, UNKNOWN))
+    found.normalizer = normalizers.Lowercase() if has_marks else None
+    found.pre_tokenizer = pre_tokenizers.Split(Regex(WORD.pattern if has_marks else r"\S+"), "removed", invert=True)
+    found.add_special_tokens([special])
+    return PreTrainedTokenizerFast(tokenizer_object=found, unk_token=UNKNOWN, eos_token=END, pad_token=END)
 
 
 def tokenizers() -> dict[str, str]:

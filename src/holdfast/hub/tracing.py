@@ -378,11 +378,11 @@ def require_known_tokens(model: Any, ids: Tensor) -> None:
         raise ValueError(f"there is a token id {least}; token ids are 0 or more, those of padding too.")
 
 
-def require_positions(model: Any, length: int) -> None:
-    """Raise ValueError if sequences of this length have more positions than the model."""
+def require_positions(model: Any, length: int, hint: str = "") -> None:
+    """Raise ValueError, which ends with the hint, if sequences of this length have more positions than the model."""
     longest = longest_sequence(model)
     if longest is not None and length > longest:
-        raise ValueError(f"length is {length}, but the model's positions end at {longest} (max_position_embeddings).")
+        raise ValueError(f"length is {length}, but the model's positions end at {longest} (max_position_embeddings){hint}.")
 
 
 def longest_sequence(model: Any) -> int | None:

@@ -22,7 +22,7 @@ from holdfast.hub.families import DENSE_FAMILIES, DenseFamily, MoEFamily
 from holdfast.hub.layers import MoELayerRef, find_submodule, moe_family, moe_layers
 from holdfast.hub.replacements import needs_holdfast_experts
 from holdfast.routing import Attention, Context, Informer, Noise, Part, Previous, Router, Routing, Scores, Selector
-from holdfast.routing.declarations import ActiveExperts, Cost, LayerKind, LayerSizes
+from holdfast.routing.declarations import FLOAT, ActiveExperts, Cost, LayerKind, LayerSizes
 from holdfast.routing.presets import REGISTRY
 from holdfast.routing.selection import check_k
 
@@ -314,6 +314,8 @@ def _router_costs(
             notes.append(f"{name}: its FLOPs cannot be counted without data")
         else:
             flops[name] = flops.get(name, PartFlops()) + counted
+    if router.gradient_scaling is not None:  # sums the loads, in a recomputation too
+        costs.append(Cost("gradient scaling", summed=FLOAT * sizes.experts, summed_again=FLOAT * sizes.experts))
     if (layer_cost := router.select.declares.layer_cost) is not None:
         costs.append(cost := layer_cost(sizes))
         flops[cost.part] = PartFlops(cost.flops, 3 * cost.flops, cost.flops)

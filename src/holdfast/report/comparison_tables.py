@@ -216,8 +216,9 @@ def metrics_table(results: Results, *, brief: bool = False) -> Table:
                 yield f"{name}, clean, difference", difference_cell(results, row, found.clean_difference, short)
                 if some:
                     yield f"{name}, clean, attacked examples", decimal(found.attacked_clean, 4)
-                yield f"{name}, attacked", decimal(found.attacked, 4)
-                yield f"{name}, attacked, difference", difference_cell(results, row, found.attacked_difference, short)
+                if found.attacked is not None:
+                    yield f"{name}, attacked", decimal(found.attacked, 4)
+                    yield f"{name}, attacked, difference", difference_cell(results, row, found.attacked_difference, short)
 
     each = " ".join(f"{metric.name}: {metric.about}; {metric.better} is better." for metric in metrics)
     note = f"{each} Means over seeds; differences to {results.baseline.router}, paired by seed."

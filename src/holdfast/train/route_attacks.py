@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from holdfast.attacks import attack_load, attack_routes
+from holdfast.attacks.flags import Flag, flags_of_layers
 from holdfast.attacks.inputs import ascending
 from holdfast.attacks.route_search import Route
 from holdfast.attacks.routes import AttackedRoutes
@@ -113,7 +114,7 @@ def attack_routers(
     on: On = "inputs",
     **options: Any,
 ) -> AttackTable:
-    """Attack each layer's router, for the first probe sequences with about `tokens` tokens in all.
+    """Attack the router of each layer that can change, for the first probe sequences with about `tokens` tokens in all.
 
     kind        a name of `ROUTE_ATTACKS`
     budget      one, or several: a multiple of the length of each perturbed vector, in l2
@@ -129,15 +130,19 @@ def attack_routers(
     few = {name: tensor[: max(1, tokens // length)] for name, tensor in probe.items()}
     with torch.no_grad(), live_routings(model) as routings:
         forward(model, few)
-        if all(bool(routing.used.all()) and routing.experts.shape == routing.gates.shape for routing in routings):
+        modules = [module for _, module, _ in routing_modules(model)]
+        attacked = [_can_change(kind, *layer) for layer in zip(modules, routings, strict=True)]
+        if not any(attacked):
             raise ValueError(
                 f"every token of this model runs all experts of its layers: the attack {kind} can change nothing."
             )
     calls = _input_calls if on == "inputs" else _embedding_calls
-    rows, summaries, flags = [], [], []
+    rows, summaries, flags = [], [], list[tuple[int, Flag]]()
     curves: dict[str, dict[str, list[float]]] = {}
     with without_attack_warnings(), calls(model, few) as layers:
         for layer, (name, route, given, how) in enumerate(layers):
+            if not attacked[layer]:
+                continue
             found = None  # within the smaller budgets
             for one in budgets:
                 values, summary, found = attack.run(
@@ -145,7 +150,7 @@ def attack_routers(
                 )
                 rows.append([layer, summary["tokens"], one, *values])
                 summaries.append({"layer": name, **summary})
-                flags += [flag for flag in summary["flags"] if flag not in flags]
+                flags += [(layer, flag) for flag in found.flags]
                 curve = curves.setdefault(f"layer {layer}", {"budgets": [], "figure": []})
                 curve["budgets"].append(one)
                 curve["figure"].append(values[0])
@@ -154,13 +159,21 @@ def attack_routers(
     return {
         "title": f"{attack.title}: {what} perturbed{size} (l2)",
         "caption": f"A budget is a share of the length of each of these {what}. Columns with perturbations have lengths. "
-        "All numbers are what a search found, within this budget or a smaller one: the worst case may be worse.",
+        "All numbers are what a search found, within this budget or a smaller one: the worst case may be worse."
+        + ("" if all(attacked) else " Layers whose tokens run all experts are left out."),
         "columns": ["layer", "tokens", "budget", *attack.columns],
         "rows": rows,
-        "flags": flags,
+        "flags": flags_of_layers(flags),
         "summary": {"attack": kind, "perturbed": what, "layers": summaries},
         "lines": {"x": "budget, as a share of each length", "y": attack.columns[0], "curves": curves},
     }
+
+
+def _can_change(kind: str, module: torch.nn.Module, routing: Routing) -> bool:
+    """Return whether the attack can change what tokens ask for; if that is every expert, some routers may ask for fewer."""
+    if not routing.used.all() or routing.experts.shape != routing.gates.shape:
+        return True
+    return kind in ("routes", "universal-routes") and isinstance(module, Router) and module.select.ragged
 
 
 Layers = list[tuple[str, Router | Route, Tensor, dict[str, Any]]]  # name, route, tokens and further options of each layer

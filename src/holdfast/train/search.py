@@ -39,6 +39,7 @@ from holdfast.version import versions
 
 RECIPE = "tiny"
 RUNGS = KEEP = 3
+FEWEST = 10  # FLOPs of a forward; a smaller limit is a multiple without its x
 ROUNDING = 1e-6  # of a limit, which a user writes with a few digits
 
 
@@ -122,6 +123,8 @@ def read_limit(written: str | float | None, baseline: float) -> float | None:
         number = math.nan
     if not 0 < number < math.inf:
         raise ValueError(f"flops is {written!r}; write 1.1x for 1.1 times those of the baseline, or a number of FLOPs.")
+    if number < FEWEST and not text.endswith("x"):
+        raise ValueError(f"flops is {text}, fewer than any model needs; write {text}x for a multiple of the baseline's.")
     return number * baseline if text.endswith("x") else number
 
 

@@ -42,12 +42,13 @@ from holdfast.data.encoded_texts import IGNORED, QuestionEncoder, Row
 from holdfast.data.images import Images
 from holdfast.data.question_files import read_tests
 from holdfast.data.questions import PICTURE, Question, cell_targets, prior_error
-from holdfast.data.tokenizers import token_texts
+from holdfast.data.tokenizers import saved_tokenizer, token_texts
 from holdfast.errors import unknown_name
 from holdfast.hub import has_routers
 from holdfast.hub.tracing import layers_of_images, require_positions
 from holdfast.metrics.token_routes import Example, View, tokens_to_show
 from holdfast.train.image_attacks import ATTACK_SEED, FROST, Corrupted, error_of, per_image
+from holdfast.train.image_reading import written_processor
 from holdfast.train.modality_routes import ModalityRoutes
 from holdfast.train.question_scoring import (
     Asked,
@@ -155,12 +156,38 @@ class VisionLanguageTask(Task):
         return self.question_set.tests["test"].pictures
 
     @cached_property
-    def encoder(self) -> QuestionEncoder:
+    def _shape(self) -> Any:
+        """A model of the recipe's sizes, whose weights are not read."""
         with torch.device("meta"):
-            model = self._trained or self._new_model()
-        pad, end = padding_token(self.tokenizer), self.tokenizer.end
-        picture = int(model.config.image_token_id)
-        return QuestionEncoder(self.tokenizer, pad if end is None else end, picture, patch_tokens(model), pad)
+            return self._trained or self._new_model()
+
+    @cached_property
+    def encoder(self) -> QuestionEncoder:
+        pad, picture = padding_token(self.tokenizer), int(self._shape.config.image_token_id)
+        return QuestionEncoder(self.tokenizer, self._end, picture, patch_tokens(self._shape), pad)
+
+    @property
+    def _end(self) -> int:
+        """The token after an answer."""
+        return padding_token(self.tokenizer) if self.tokenizer.end is None else self.tokenizer.end
+
+    def preprocessor(self) -> Any:
+        """Return a processor of pictures and texts; without a token for pictures, a tokeniser, or None as in other tasks."""
+        from transformers import LlavaProcessor
+
+        texts = saved_tokenizer(self.tokenizer, PICTURE)
+        if texts is None or len(texts) <= self.encoder.picture:
+            return texts
+        config, shape = self._shape.config, self.pictures.shape
+        patch, strategy = config.vision_config.patch_size, config.vision_feature_select_strategy
+        return LlavaProcessor(
+            written_processor(self.scaling, shape),
+            texts,
+            patch_size=patch,
+            vision_feature_select_strategy=strategy,
+            image_token=texts.convert_ids_to_tokens(self.encoder.picture),
+            num_additional_image_tokens=self.encoder.patches + (strategy == "default") - (shape[-1] // patch) ** 2,
+        )
 
     def _new_model(self) -> Any:
         part, size = self.recipe.model, self.pictures.shape[-1]
@@ -170,7 +197,8 @@ class VisionLanguageTask(Task):
                 raise ValueError(f"{part.checkpoint} is a {model.config.model_type} model; this task trains llava models.")
         else:
             # One more token than the tokeniser has: that of pictures.
-            given = {"text_config": {"vocab_size": len(self.tokenizer) + 1}, "vision_config": {"image_size": size}}
+            texts = {"vocab_size": len(self.tokenizer) + 1, "eos_token_id": self._end}
+            given = {"text_config": texts, "vision_config": {"image_size": size}}
             own = _required(part.config)
             part = replace(part, config={**own, **{name: {**sizes, **own[name]} for name, sizes in given.items()}})
             if part.family != "llava":
@@ -187,7 +215,10 @@ class VisionLanguageTask(Task):
 
     def initial_model(self) -> Any:
         model = self._new_model()
-        require_positions(model, max(self.width, self.longest_question))
+        length, patches = max(self.width, self.longest_question), self.encoder.patches
+        can_help = self.recipe.model.checkpoint is None and 2 * patches > length  # a checkpoint decides on its own size
+        hint = f"; {patches} of these tokens are of a picture: set data.size to less" if can_help else ""
+        require_positions(model, length, hint)
         if self.start is not None and torch.get_default_device().type != "meta":
             model.load_state_dict(self.start)
         return model
