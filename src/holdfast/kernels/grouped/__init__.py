@@ -47,6 +47,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {  # of gated experts, `
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu_new": partial(F.gelu, approximate="tanh"),  # on a GPU they are one function
     "relu": F.relu,
 }
 
