@@ -5,9 +5,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
+from step_zero import assert_step_0, needs_mkl, with_biases
 from tiers import quick_or_slow
 from tiny_dense import tiny_dense
-from tiny_vlm import IMAGE, PARTS, batch, llava, qwen, smolvlm
+from tiny_vlm import IMAGE, PARTS, batch, llava, qwen, smolvlm, with_weights
 from torch import Tensor
 from wording import assert_refused
 
@@ -17,6 +19,10 @@ from holdfast.hub.layers import moe_layers
 from holdfast.hub.tracing import router_calls
 
 LLAVAS = [(tower, text) for tower in ("siglip", "clip") for text in ("llama", "qwen2", "phi3", "phi")]
+STEP_0 = [("siglip", text) for text in ("llama", "qwen2", "phi3", "phi", "mistral")] + [
+    ("clip", "llama"),
+    ("dinov2", "llama"),
+]
 OTHERS = {"qwen": (qwen, PARTS), "smolvlm": (smolvlm, ("vision", "language"))}
 CONNECTOR = "model.multi_modal_projector"
 
@@ -81,9 +87,26 @@ def test_towers_and_language_models_of_other_dense_families_work_too(tower: str,
     assert_refused(says, holdfast.sparsify, unknown, experts=4, parts="vision")
 
 
+@needs_mkl
+@pytest.mark.every_combination
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize(("tower", "text"), quick_or_slow(STEP_0, [("siglip", "llama"), ("siglip", "phi")]))
+def test_every_layer_of_llava_starts_with_the_outputs_of_the_dense_one(tower: str, text: str, k: int) -> None:
+    """With widths of 32 and 64, for which torch activates whole vectors, and many tokens for each expert."""
+    config = llava(tower, text).config
+    config.vision_config.update({"hidden_size": 32, "intermediate_size": 64, "image_size": 64})
+    config.text_config.update({"intermediate_size": 64})
+    model = with_biases(with_weights(transformers.LlavaForConditionalGeneration, config, 0))
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, 80, (2, 320), generator=generator)
+    ids[:, 30:286] = IMAGE
+    given = {"input_ids": ids, "pixel_values": torch.randn(2, 3, 64, 64, generator=generator)}
+    assert_step_0(model, given, k, parts=PARTS)
+
+
 @pytest.mark.parametrize("k", [1, 2])
 def test_weights_are_copied_bit_for_bit_and_those_of_one_expert_are_1(k: int) -> None:
-    """What is left of a difference is rounding: of single rows, of the ends of rows, and of `gelu_new` (docs/notes.md)."""
+    """What is left of a difference is rounding: of experts with few tokens, and of the ends of rows (docs/notes.md)."""
     dense, model = llava(), holdfast.sparsify(llava(), experts=4, k=k, parts=PARTS)
     with torch.no_grad(), holdfast.trace(model) as routes:
         model(**batch())

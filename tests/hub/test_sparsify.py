@@ -3,8 +3,10 @@
 from pathlib import Path
 from typing import Any
 
+import family_models
 import pytest
 import torch
+from step_zero import assert_step_0, needs_mkl, with_biases
 from tiers import quick_or_slow
 from tiny_dense import CONFIGS, LAYERS, inputs, outputs, tiny_dense
 from torch import Tensor
@@ -36,6 +38,27 @@ def test_copied_experts_compute_what_the_dense_model_did(family: str, router: st
     assert all(routing.gates.shape[1] == 4 for routing in routes)
     if "smooth" in router:
         assert any((routing.used.sum(1) > 2).any() for routing in routes)  # the strip is open
+
+
+@needs_mkl
+@pytest.mark.every_combination
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {"intermediate_size": 64}),
+        ("phi", {"intermediate_size": 64}),
+        ("gpt2", {"n_positions": 512}),
+        ("gpt2", {"n_positions": 512, "n_embd": 256}),  # long sums, whose parts are rounded
+        ("t5", {"d_ff": 64, "feed_forward_proj": "gated-gelu"}),  # that is gelu_new
+    ],
+    ids=str,
+)
+def test_copied_experts_return_the_outputs_of_the_dense_network(family: str, changes: dict[str, Any], k: int) -> None:
+    ids = torch.randint(3, 96, (2, 320), generator=torch.Generator().manual_seed(1))
+    given = {"input_ids": ids, **({"decoder_input_ids": ids} if family == "t5" else {})}
+    positions = {"max_position_embeddings": 512} if family in ("llama", "phi") else {}
+    assert_step_0(with_biases(family_models.tiny_dense(family, **changes, **positions)), given, k)
 
 
 @pytest.mark.parametrize("router", ["attention", "ac", "ac+symphony+attention+smooth"])

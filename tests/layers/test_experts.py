@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tiers import quick_or_slow
 from torch import Tensor
 from wording import assert_refused
@@ -76,7 +77,7 @@ def test_experts_equal_the_naive_loop(experts: int, slots: int, tokens: int, dty
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
 @pytest.mark.parametrize(
     "activation",
-    ["silu", "gelu", "gelu_tanh", "relu", "relu2", torch.sin],
+    ["silu", "gelu", "gelu_tanh", "gelu_new", "relu", "relu2", torch.sin],
     ids=lambda a: a if isinstance(a, str) else "callable",
 )
 def test_every_variant_equals_the_naive_loop_with_ragged_slots(
@@ -119,6 +120,18 @@ def test_outputs_may_have_another_width_than_tokens(
     of_each = torch.tensor([2, 0, 3], device=device).repeat_interleave(21).unsqueeze(1)
     single = module(tokens.detach(), of_each, torch.ones(63, 1, device=device)).view(3, 21, out)
     torch.testing.assert_close(merged, single, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_an_expert_on_a_cpu_rounds_as_linear_layers_do(dtype: torch.dtype) -> None:
+    """A bias is added before a product is rounded; sums of 768 and 1024 products are made in parts, which are rounded."""
+    torch.manual_seed(0)
+    module, tokens = Experts(768, 1024, 2, gated=False, bias=True, activation="gelu_new", dtype=dtype), torch.randn(64, 768)
+    first = {name: parameter[0] for name, parameter in module.named_parameters()}
+    hidden = F.linear(tokens.to(dtype), first["up_proj"], first["up_proj_bias"])
+    expected = F.linear(module.activation(hidden), first["down_proj"], first["down_proj_bias"])
+    found = module(tokens.to(dtype), torch.zeros(64, 1, dtype=torch.int64), torch.ones(64, 1))
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("device", DEVICES)

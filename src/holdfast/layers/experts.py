@@ -29,6 +29,7 @@ from holdfast.kernels.grouped import Dispatch, dispatch, gather_mm, mm_combine
 from holdfast.kernels.quantised import FLOATS, as_float
 from holdfast.kernels.torch_internals import is_exporting
 from holdfast.layers.expert_parallel import ExpertShards
+from holdfast.layers.gelu_new import gelu_new
 from holdfast.routing import Router, Routing
 from holdfast.routing.declarations import NoCertificate
 from holdfast.routing.state import sum_over_ranks
@@ -294,20 +295,29 @@ ACTIVATIONS: dict[str, Activation] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": _gelu_tanh,
+    "gelu_new": gelu_new,
     "relu": F.relu,
     "relu2": _relu_squared,
     "tanh": F.tanh,
     "sigmoid": F.sigmoid,
 }
 # The largest |act'(z)|, rounded up. That of relu2 has no bound.
-SLOPES = {"silu": 1.09984, "gelu": 1.12891, "gelu_tanh": 1.129, "relu": 1.0, "tanh": 1.0, "sigmoid": 0.25}
+SLOPES = {
+    "silu": 1.09984,
+    "gelu": 1.12891,
+    "gelu_tanh": 1.129,
+    "gelu_new": 1.129,
+    "relu": 1.0,
+    "tanh": 1.0,
+    "sigmoid": 0.25,
+}
 # Classes of torch and transformers that compute these functions.
 MODULES = {
     "SiLUActivation": "silu",
     "SiLU": "silu",
     "GELUActivation": "gelu",
     "GELUTanh": "gelu_tanh",
-    "NewGELUActivation": "gelu_tanh",
+    "NewGELUActivation": "gelu_new",
     "FastGELUActivation": "gelu_tanh",
     "ReLU": "relu",
     "Tanh": "tanh",

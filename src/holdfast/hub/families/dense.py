@@ -21,7 +21,7 @@ from holdfast.layers.experts import ACTIVATIONS, Activation
 
 Part = Literal["vision", "connector", "language"]  # of a vision-language model
 PARTS: tuple[Part, ...] = get_args(Part)  # in the order in which an image passes through them
-OUR_ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "swish": "silu"}  # by transformers' names
+OUR_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "swish": "silu"}  # by transformers' names
 
 
 @dataclass(frozen=True)

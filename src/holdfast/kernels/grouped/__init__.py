@@ -47,6 +47,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {  # of gated experts, `
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu_new": partial(F.gelu, approximate="tanh"),  # on a GPU they are one function
     "relu": F.relu,
 }
 
@@ -194,8 +195,8 @@ def _rows_of_experts(offsets: Tensor) -> list[slice]:
 # The operators. After their first tensors, `rest` are the fields of a `Dispatch`, the bias, and what their schemas say.
 def _gather_mm_anywhere(tokens: Tensor, weight: Tensor, *rest: Any) -> Tensor:
     order, slots, offsets, bias = rest
-    rows = grouped_mm(gather_rows(tokens.contiguous(), order, slots, offsets[-1]), weight, offsets, transpose=True)
-    return rows if bias is None else add_bias_rows(rows, bias, offsets)
+    rows = gather_rows(tokens.contiguous(), order, slots, offsets[-1])
+    return grouped_mm(rows, weight, offsets, transpose=True, bias=bias)
 
 
 def _gather_mm_backward_anywhere(grad: Tensor, tokens: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
@@ -214,9 +215,11 @@ def _gather_mm_backward_anywhere(grad: Tensor, tokens: Tensor, weight: Tensor, *
 def _mm_combine_anywhere(hidden: Tensor, weight: Tensor, slot_weights: Tensor, *rest: Any) -> Tensor:
     _, slots, offsets, bias, glu = rest
     hidden = _glu_rows(hidden.contiguous(), offsets[-1], glu) if glu else hidden.contiguous()
-    outputs = grouped_mm(hidden, weight, offsets, transpose=True)
-    bias = None if bias is None else bias.contiguous()
-    return combine_rows(outputs, slots, slot_weights.contiguous(), offsets[-1], bias, offsets)
+    slot_weights = slot_weights.contiguous()
+    if bias is not None and has_kernels(slots):  # the kernel of the sum adds biases too
+        outputs = grouped_mm(hidden, weight, offsets, transpose=True)
+        return _combine(outputs, slots, slot_weights, offsets[-1], bias.contiguous(), offsets)
+    return combine_rows(grouped_mm(hidden, weight, offsets, transpose=True, bias=bias), slots, slot_weights, offsets[-1])
 
 
 def _mm_combine_backward_anywhere(
@@ -277,24 +280,10 @@ def gather_rows(tokens: Tensor, order: Tensor, slots: Tensor, used: Tensor) -> T
     return _gather(tokens, slots, used, order.shape[0])
 
 
-def combine_rows(
-    rows: Tensor,
-    slots: Tensor,
-    weights: Tensor | None,
-    used: Tensor,
-    bias: Tensor | None = None,
-    offsets: Tensor | None = None,
-) -> Tensor:
-    """Return y_t = sum_s weight_ts rows[slot_ts], added in float32, slot after slot; an unused slot adds nothing.
-
-    With `bias (E,d)`, which needs `offsets (E,)`, the bias of its expert is added to each row.
-    """
+def combine_rows(rows: Tensor, slots: Tensor, weights: Tensor | None, used: Tensor) -> Tensor:
+    """Return y_t = sum_s weight_ts rows[slot_ts], added in float32, slot after slot; an unused slot adds nothing."""
     if has_kernels(slots):
-        return _combine(rows, slots, weights, used, bias, offsets)
-    dtype = rows.dtype
-    if bias is not None:
-        assert offsets is not None
-        rows = add_bias_rows(rows.to(torch.float32, copy=True), bias, offsets)
+        return _combine(rows, slots, weights, used, None, None)
     total = torch.zeros(slots.shape[0], rows.shape[1], dtype=torch.float32, device=rows.device)
     in_use = slots < used
     for slot in range(slots.shape[1]):
@@ -309,7 +298,7 @@ def combine_rows(
             total += values
         else:
             total.addcmul_(values, weights[:, slot, None])
-    return total.to(dtype)
+    return total.to(rows.dtype)
 
 
 def add_bias_rows(rows: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
@@ -362,21 +351,28 @@ def _to_slots(values: Tensor, slots: Tensor, used: Tensor) -> Tensor:
     return values[slots.where(in_use, 0)].where(in_use, 0.0)
 
 
-def grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor, *, transpose: bool) -> Tensor:
+def grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor, *, transpose: bool, bias: Tensor | None = None) -> Tensor:
     """Return each expert's rows (R,m) times its weight (E,n,m)^T, or times its weight (E,m,n) if not `transpose`.
 
+    With `bias (E,n)`, that of its expert is added to each row, on a CPU before the product is rounded, as `nn.Linear` does.
     Unused rows of the result are 0 on a CPU, and undefined on a GPU, where the host does not know how many there are.
     """
     matrices = weight.transpose(-2, -1) if transpose else weight
     if rows.shape[0] == 0:
         return rows.new_empty(0, matrices.shape[-1])
     if _torch_has_kernel(rows, weight) and _aligned(matrices):
-        return F.grouped_mm(rows, matrices, offs=offsets)
+        out = F.grouped_mm(rows, matrices, offs=offsets)
+        return out if bias is None else add_bias_rows(out, bias, offsets)
     if HAS_TRITON and rows.is_cuda:
-        return _mm_on_gpu(rows, matrices, offsets)
+        out = _mm_on_gpu(rows, matrices, offsets)
+        return out if bias is None else add_bias_rows(out, bias, offsets)
     out, owned = rows.new_empty(rows.shape[0], matrices.shape[-1]), _rows_of_experts(offsets)
+    bias = None if bias is None else bias.to(rows.dtype)
     for expert, own in enumerate(owned):
-        torch.mm(rows[own], matrices[expert], out=out[own])
+        if bias is None:
+            torch.mm(rows[own], matrices[expert], out=out[own])
+        else:
+            torch.addmm(bias[expert], rows[own], matrices[expert], out=out[own])
     out[owned[-1].stop :].zero_()
     return out
 

@@ -249,7 +249,7 @@ def _activation(x, NAME: tl.constexpr):
     if NAME == "gelu":
         phi = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
         return x * phi, phi + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
-    if NAME == "gelu_tanh":
+    if NAME == "gelu_tanh" or NAME == "gelu_new":
         # 0.5 (1 + tanh(z)) is sigmoid(2z)
         phi = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
         slope = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
