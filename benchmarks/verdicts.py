@@ -9,8 +9,8 @@ that this run has stored is in one archive, which is written again after each ce
 whether Ctrl-C, the end of the time or a kill ends it. Run the same command again to go on; with the same --out, unfinished
 cells go on from their checkpoints.
 
-On a GPU, start MPS first (`nvidia-cuda-mps-control -d`), so that the kernels of several processes run side by side; without it
-processes take turns, and six at a time were slower than one after the other.
+On a GPU, start MPS first (`nvidia-cuda-mps-control -d`), so that the kernels of several processes run side by side. Without
+it processes take turns, and six at a time finished none of four cells in the time that the four take one after the other.
 
 A cell is started only if it will be finished in time, by the seconds of the device that others took: a second in which n
 cells run counts as 1/n for each of them.
