@@ -26,8 +26,9 @@ this radius left: apart from chance, never less than what is certified. Then fol
 in the same way, with its 95% interval over seeds and examples, bold where that excludes 0.
 
 - *abstains*: share of examples without a certificate, in percent
-- *violations*: votes that an attack changed inside a certified radius, of so many certified examples, and how many chance
-  explains at most; more would be a mistake of ours
+- *violations*: certified examples whose vote inside their radius shows, with confidence, that the chance of the class is
+  below 1/2, of so many certified examples, and how many chance explains at most; more would be a mistake of ours. A vote
+  just below one half is no violation: it may be chance
 """
 
 

@@ -412,7 +412,8 @@ def _results(name: str) -> Iterator[str]:
         if table.heading != last:
             yield f"**{table.heading}**" if table in results else f"**{DEMO}**"
         last = table.heading
-        baseline = [row for row in table.rows if row[0] == "`smoe`" and row not in rows]
+        trained = {re.sub(r"`[^`{]*", "`smoe", row[0], count=1) for row in rows}  # smoe with the same braces
+        baseline = [row for row in table.rows if row[0] in trained and row not in rows]
         lines = [table.columns, ["---"] * len(table.columns), *baseline, *rows]
         yield "\n".join("| " + " | ".join(line) + " |" for line in lines).replace("](pictures/", "](../pictures/")
     if measured:
@@ -424,7 +425,7 @@ def _results(name: str) -> Iterator[str]:
 def router_names(cell: str) -> set[str]:
     """Return the names of routers in the code at the beginning of a table's cell: "`symphony+smooth`" has two."""
     code = re.match(r"`([^`]+)`", cell)
-    return {re.sub(r"\[.*", "", part) for part in re.sub(r"\[[^\]]*\]", "", code[1]).split("+")} if code else set()
+    return set(re.sub(r"\[[^\]]*\]|\{[^}]*\}", "", code[1]).split("+")) if code else set()
 
 
 def tables(markdown: str) -> list[Table]:
