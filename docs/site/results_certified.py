@@ -20,10 +20,10 @@ ACCURACY = Number("certified accuracy", lambda result: {}, 1)
 HEAD = """## Certified accuracy
 
 Randomised smoothing ([certificates](certificates.md)): a vote over noisy copies of an image decides, and its class is
-certified within a radius. The column of a radius has the share of test examples that are right and certified beyond it, in
-percent, the mean over seeds; at 0 they are right and have any certificate. In brackets is what an attack on the vote within
-this radius left: apart from chance, never less than what is certified. Then follows the difference to `smoe` that is trained
-in the same way, with its 95% interval over seeds and examples, bold where that excludes 0.
+certified within a radius (l2, over all pixels). The column of a radius has the share of test examples that are right and
+certified beyond it, in percent, the mean over seeds; at 0 they are right and have any certificate. In brackets is what an
+attack on the vote within this radius left: apart from chance, never less than what is certified. Then follows the difference
+to `smoe` that is trained in the same way, with its 95% interval over seeds and examples, bold where that excludes 0.
 
 - *abstains*: share of examples without a certificate, in percent
 - *violations*: certified examples whose vote inside their radius shows, with confidence, that the chance of the class is

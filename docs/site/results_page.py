@@ -171,7 +171,8 @@ def rule(all_judged: Sequence[robust.Judged], names: Mapping[str, str]) -> Itera
 def quoted(experiment: Experiment, router: str, name: str, kind: str) -> str:
     """Return a number as a page quotes it: a difference, its mean, a verdict, a level, a percentage or experts per token.
 
-    The name "loss" is the difference of the training loss: "early" or at the "end".
+    "trained" is the difference to the same router, trained plainly. The name "loss" is the difference of the training
+    loss: "early" or at the "end".
     """
     row = next(row for row in experiment.rows if row.router == router)
     if name == "loss":
@@ -186,14 +187,15 @@ def quoted(experiment: Experiment, router: str, name: str, kind: str) -> str:
         assert mean is not None
         times = 100 if kind == "percent" or number.percent else 1
         return f"{times * mean.mean:.0f}%" if kind == "percent" else f"{times * mean.mean:.{number.digits}f}"
-    found = difference(experiment, row, number)
+    plain = next(one for one in experiment.rows if one.router == router.partition("{")[0]) if kind == "trained" else None
+    found = difference(experiment, row, number, plain)
     assert found is not None and found.low is not None and found.high is not None
     if kind == "verdict":
         judged = verdict(found, "lower", number.floor)
         return {"not shown": "no difference shown", "**confirmed**": "better", "**contradicted**": "worse"}[judged]
-    assert kind in ("difference", "mean"), kind
+    assert kind in ("difference", "trained", "mean"), kind
     shown = written(found, number)
-    return shown if kind == "difference" else re.sub(r" \([^)]*\)", "", shown)
+    return re.sub(r" \([^)]*\)", "", shown) if kind == "mean" else shown
 
 
 def with_numbers(page: str, experiments: Mapping[str, Experiment]) -> str:
