@@ -36,11 +36,15 @@ from results_claims import claims, verdict  # noqa: E402
 from results_missing import Asked, asked_for, missing  # noqa: E402
 from results_numbers import (  # noqa: E402
     LOSS,
+    ROUTING,
     columns,
     difference,
     has_enough_seeds,
     level,
+    rows_of,
+    shown_name,
     tables,
+    training_of,
     written,
 )
 from results_pictures import curves, differences, half_width, loss_differences  # noqa: E402
@@ -151,6 +155,25 @@ def attacked_loads(folder: Path) -> Iterator[str]:
         yield f"| `{router}` | {len(seeds)} | {budget:g} | {' | '.join(shown)} |"
 
 
+def plain_of(experiment: Experiment, row: Row) -> Row | None:
+    """Return the row of the same router that is trained plainly."""
+    name = row.router.partition("{")[0]
+    return next((one for one in experiment.rows if (one.router, one.settings) == (name, row.settings)), None)
+
+
+def of_training(experiment: Experiment) -> Iterator[str]:
+    """Yield a table of what robust training changes: the difference of each router to the same one, trained plainly."""
+    pairs = [(row, plain) for row in rows_of(experiment) if training_of(row) and (plain := plain_of(experiment, row))]
+    numbers = [one for name, one in columns(experiment).items() if name not in ROUTING and not one.constant]
+    if not pairs:
+        return
+    yield f"| change from plain training | {' | '.join(one.heading for one in numbers)} |\n|{'---|' * (1 + len(numbers))}"
+    for row, plain in pairs:
+        cells = (written(difference(experiment, row, one, plain), one) for one in numbers)
+        yield f"| {shown_name(row)} | {' | '.join(cells)} |"
+    yield ""
+
+
 def rule(all_judged: Sequence[robust.Judged], names: Mapping[str, str]) -> Iterator[str]:
     """Yield the section about the rule of `robust`."""
     yield f"{RULE}\n{robust.recommendation(all_judged, names)}\n"
@@ -187,8 +210,7 @@ def quoted(experiment: Experiment, router: str, name: str, kind: str) -> str:
         assert mean is not None
         times = 100 if kind == "percent" or number.percent else 1
         return f"{times * mean.mean:.0f}%" if kind == "percent" else f"{times * mean.mean:.{number.digits}f}"
-    plain = next(one for one in experiment.rows if one.router == router.partition("{")[0]) if kind == "trained" else None
-    found = difference(experiment, row, number, plain)
+    found = difference(experiment, row, number, plain_of(experiment, row) if kind == "trained" else None)
     assert found is not None and found.low is not None and found.high is not None
     if kind == "verdict":
         judged = verdict(found, "lower", number.floor)
@@ -221,6 +243,7 @@ def page(results: Path, asked: Asked) -> dict[str, str]:
     made, lines = {}, [NOTICE + INTRODUCTION]
     for experiment in experiments:
         lines += [f"## {names[experiment.name]}\n", setting(experiment) + "\n", *tables(experiment)]
+        lines += of_training(experiment)
         for kind, draw, about in (
             ("differences", differences, "Clean differences, with 95% intervals"),
             ("curves", curves, "Losses minus that of the baseline"),
